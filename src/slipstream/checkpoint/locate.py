@@ -1,10 +1,11 @@
-"""Resolves a model argument to a local folder, a .gguf file, a hub name, or the embedded default model."""
+"""Resolves a model argument to a local folder, a .gguf file, a model of Ollama's, a hub name, or an embedded model."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import math
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,11 +70,17 @@ def locate(
     if path.is_dir():
         return _in_folder(path, path.resolve().name)
     if path.is_file():
-        if path.suffix.lower() != ".gguf":
+        if not is_gguf(path):
             raise ModelNotFound(f"{model} is a file, but not a .gguf one; give a .gguf file or the folder of a model")
         return LocatedModel(part_paths(path)[0], "gguf", model_name(path))
     if not _is_hub_name(model):
-        raise ModelNotFound(f"there is no {model} here; give a folder, a .gguf file or a hub name like org/name")
+        if (blob := _in_ollama(model)) is not None:
+            return LocatedModel(blob, "gguf", model.removesuffix(":latest"))
+        pulled = _ollama_names()
+        theirs = f"; Ollama has {', '.join(pulled[:8])}" if pulled else ""
+        raise ModelNotFound(
+            f"there is no {model} here{theirs}; give a folder, a .gguf file or a hub name like org/name"
+        )
     return _in_folder(_download(model, revision, download_dir), model)
 
 
@@ -135,6 +142,62 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
     raise ModelNotFound(
         f"{folder} holds neither config.json nor a .gguf file{layout}; give a folder in Hugging Face layout"
     )
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name or its content: files of Ollama's store have no endings."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with open_regular(path) as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+# Models that Ollama has pulled: manifests/HOST/NAMESPACE/MODEL/TAG lists files of blobs/. Only the GGUF file is read,
+# not Ollama's own template, system message and parameters.
+
+_OLLAMA_HOST, _OLLAMA_SPACE, _OLLAMA_TAG = "registry.ollama.ai", "library", "latest"
+_OLLAMA_KIND = "application/vnd.ollama.image."
+
+
+def _ollama_stores() -> list[Path]:
+    """The folder of the environment, or those of this user and of the system's service."""
+    if given := os.environ.get("OLLAMA_MODELS"):
+        return [Path(given).expanduser()]
+    return [Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models")]
+
+
+def _in_ollama(model: str) -> Path | None:
+    """The file of a name like llama3.2, llama3.2:1b, user/model:tag or hf.co/user/model:Q4_K_M."""
+    name, _, tag = model.partition(":")
+    parts = name.split("/")
+    path = [*[_OLLAMA_HOST, _OLLAMA_SPACE][: max(3 - len(parts), 0)], *parts, tag or _OLLAMA_TAG]
+    if len(path) != 4 or any(part in ("", ".", "..") or "/" in part for part in path):
+        return None
+    for store in _ollama_stores():
+        manifest = store.joinpath("manifests", *path)
+        try:
+            layers = {layer["mediaType"]: str(layer["digest"]) for layer in load_json(manifest)["layers"]}
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadCheckpoint(f"{manifest}, Ollama's manifest of {model}, cannot be read ({error})") from None
+        if _OLLAMA_KIND + "adapter" in layers:
+            raise UnsupportedModel(f"{model} of Ollama is a model with an adapter; give the model it was made from")
+        blob = store / "blobs" / layers.get(_OLLAMA_KIND + "model", "none").replace(":", "-")
+        if not blob.is_file():
+            raise BadCheckpoint(f"Ollama's store lacks the file of {model}; run: ollama pull {model}")
+        return blob
+    return None
+
+
+def _ollama_names() -> list[str]:
+    manifests = [path for store in _ollama_stores() for path in store.glob("manifests/*/*/*/*")]
+    parts = sorted(path.parts[-4:] for path in manifests)
+    names = ("/".join(part for part in each[:3] if part not in (_OLLAMA_HOST, _OLLAMA_SPACE)) for each in parts)
+    return [f"{name}:{each[3]}" for name, each in zip(names, parts, strict=True)]
 
 
 @lru_cache(maxsize=16)  # called before torch is imported, to check that the model exists, and again to open it

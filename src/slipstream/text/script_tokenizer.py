@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from slipstream.base.errors import BadTokenizer, InvalidParams
+from slipstream.checkpoint.locate import is_gguf
 from slipstream.text.chat_template import render_chat
 from slipstream.text.guarded import library_errors
 from slipstream.text.tokenizer import SPECIAL_NAMES, Tokenizer
@@ -270,7 +271,7 @@ class ScriptTokenizer:
         if path.suffix == ".json":
             tokenizer_class: Any = transformers.PreTrainedTokenizerFast  # its constructor has no types
             return tokenizer_class(tokenizer_file=str(path))
-        if path.suffix == ".gguf":
+        if path.is_file() and is_gguf(path):
             return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.base.errors import BadTokenizer, InvalidPrompt, naming_model
 from slipstream.base.files import load_json, read_file, read_utf8
 from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.locate import is_gguf
 from slipstream.checkpoint.sentence_modules import static_folder
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
 from slipstream.text.guarded import Guarded, is_panic, library_errors
@@ -66,7 +67,7 @@ class Tokenizer:
                 return cls.from_folder(path)
             if not path.exists():
                 raise BadTokenizer(f"there is no tokenizer at {path}; {_HINT}")
-            return cls.from_gguf(GgufFile.open(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
+            return cls.from_gguf(GgufFile.open(path)) if is_gguf(path) else cls.from_file(path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:

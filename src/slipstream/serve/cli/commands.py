@@ -59,6 +59,15 @@ EXAMPLES = {
     "replay": ["slipstream replay record.slipstream --model path/to/model"],
     "doctor": ["slipstream doctor"],
 }  # fmt: skip
+# commands of Ollama, and what does the same here
+ELSEWHERE = {
+    "run": "to talk to a model: slipstream chat --model {name}",
+    "pull": "models of the Hugging Face hub are downloaded when they are first named (ORG/NAME), and those that Ollama "
+    "has pulled run by name: slipstream chat --model {name}",
+    "list": "of a running server: curl 127.0.0.1:8000/v1/models",
+    "ps": "for the models and load of a running server: slipstream top",
+    "show": "for the configuration and memory of a model: slipstream plan --model {name}",
+}
 BROKEN_PIPE = 141  # and for SIGPIPE
 
 
@@ -102,6 +111,9 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         assert isinstance(command, Parser)
         command.examples = EXAMPLES.get(name, ())
     if argv and not argv[0].startswith("-") and argv[0] not in MODULES:
+        if argv[0] in ELSEWHERE:
+            name = next((each for each in argv[1:] if not each.startswith("-")), "MODEL")
+            parser.error(f"there is no command {argv[0]}; {ELSEWHERE[argv[0]].format(name=name)}")
         near = difflib.get_close_matches(argv[0], MODULES, n=1)
         hint = f"did you mean {near[0]}?" if near else "slipstream --help lists the commands"
         parser.error(f"there is no command {argv[0]}; {hint}")

@@ -59,6 +59,60 @@ def test_a_planted_read_of_what_may_be_a_pipe_is_caught(line):
     assert not find_unsafe(source, "serve/cli/new.py")
 
 
+DEEP = [
+    """
+def walk(value):
+    return [walk(each) for each in value]
+""",
+    """
+def walk(value):
+    return list(map(walk, value))
+""",
+    """
+def one(value):
+    return two(value)
+def two(value):
+    return one(value[0])
+""",
+    """
+class A:
+    def one(self, value):
+        return map(self.two, value)
+    def two(self, value):
+        return self.one(value[0])
+""",
+    """
+class A:
+    def __init__(self):
+        self.table = {"a": self.two}
+    def one(self, value):
+        return self.table["a"](value)
+    def two(self, value):
+        return self.one(value[0])
+""",
+    """
+def read(text):
+    try:
+        return known(text)
+    except (ValueError, RecursionError):
+        return None
+""",
+    *(f"def read(x):\n    return {call}(x)\n" for call in ("json.loads", "msgspec.json.decode", "decoder.decode")),
+]
+
+
+@pytest.mark.parametrize("source", DEEP)
+def test_a_planted_walk_without_a_limit_of_depth_is_caught(source):
+    assert find_unsafe(source, "front/new.py") and find_unsafe(source, "serve/http/server/new.py")
+    assert not find_unsafe(source, "checkpoint/new.py")
+
+
+def test_decoding_after_a_check_of_the_depth_passes():
+    source = "def read(text):\n    if is_deep_json(text):\n        return None\n    return json.loads(text)\n"
+    assert not find_unsafe(source, "front/new.py")
+    assert not find_unsafe("def step(self, later):\n    later(self.step)\n", "front/new.py")
+
+
 def test_an_exception_is_for_one_function_not_for_its_file():
     read, pattern = "def {}(path):\n    open(path)\n", "{} = re.compile(text)\n"
     source = read.format("load_chat_template") + read.format("other") + pattern.format("_IN_QUOTES, x")

@@ -2,7 +2,9 @@
 
 Bytes from outside are decoded as plain data. A regular expression from outside goes to an engine without backtracking
 (`ModulePatterns`, the grammars' automata): `re` may need exponential time and holds the GIL meanwhile. Files of a model
-are opened as regular files of bounded size.
+are opened as regular files of bounded size. What a client sends has a limited depth: JSON is decoded after
+`is_deep_json`, and functions that call themselves are named here with what bounds them. A handler of RecursionError is
+no limit: where it is raised depends on the stack.
 """
 
 from __future__ import annotations
@@ -41,6 +43,23 @@ OWN_READS = {  # reads that may be of something else than a regular file of boun
     **dict.fromkeys(["PageClient", "PageListener", "ShardPages"], "memory of another process"),
     "write_private": "a new file",
 }
+CLIENT = ("api", "front", "params", "parsers", "scheduler", "serve/http", "text")  # they take what clients send
+_TAG = "structured_outputs have 64 levels"
+OWN_DEPTH = {  # functions and classes that call themselves, decode JSON or handle RecursionError
+    **dict.fromkeys(["ControlTokens", "_moved"], "MAX_DEPTH, by is_deep or is_deep_json before"),
+    **dict.fromkeys(["_closed", "_Formats", "LarkWriter", "_lazy", "_ends_with_text", "_read"], _TAG),
+    **dict.fromkeys(["ascii_patterns"], "a schema of ours"),
+    "_Reader": "_MAX_DEPTH",
+    **dict.fromkeys(["_render", "_compiled", "_answer"], "of a template, in a child process"),
+    "_pythonic_as_json": "_MAX_DEPTH; expressions of Python's parser have no other limit",
+    "as_text": "a string",
+    **dict.fromkeys(["Tokenizer", "ScriptTokenizer"], "a text, or lists of them from Python"),
+    **dict.fromkeys(["MaskPool", "NativeMatcher"], "again, once"),
+    **dict.fromkeys(["_value", "read_structured_config", "read_profiler_config"], "options"),
+    **dict.fromkeys(["_Job", "list_input_items", "_decode", "UrlModels", "main"], "written by a server"),
+    **dict.fromkeys(["_summary_of", "_rendered", "_state"], "written by a child process or a library"),
+}
+DECODERS = {"json.loads", "json_module.loads", "ast.literal_eval", "decoder.decode", "_decoder.decode"}
 STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 
@@ -50,6 +69,8 @@ def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
     found += _outside(tree, _patterns(tree), OWN_PATTERNS)
     if path.split("/")[0] not in ELSEWHERE:
         found += _outside(tree, _reads(tree), OWN_READS)
+    if path.startswith(CLIENT):
+        found += _outside(tree, _deep(tree), OWN_DEPTH)
     return [f"{path}:{line}: {what}" for line, what in found]
 
 
@@ -62,9 +83,9 @@ def find_unsafe_in(root: Path) -> list[str]:
 
 
 def unneeded_exceptions(root: Path) -> set[str]:
-    """Names in OWN_PATTERNS and OWN_READS that excuse nothing in any file."""
+    """Names in OWN_PATTERNS, OWN_READS and OWN_DEPTH that excuse nothing in any file."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in root.rglob("*.py")]
-    own = ((_patterns, OWN_PATTERNS), (_reads, OWN_READS))
+    own = ((_patterns, OWN_PATTERNS), (_reads, OWN_READS), (_deep, OWN_DEPTH))
     used = {(id(names), _owner(tree, line)) for tree in trees for find, names in own for line, _ in find(tree)}
     return {name for _, names in own for name in names if (id(names), name) not in used}
 
@@ -128,6 +149,60 @@ def _reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in READS and ast.unparse(node.func) not in ("GgufFile.open", "cls.from_file"):
                 yield node.lineno, f"{ast.unparse(node.func)}() may wait for ever: open_regular() or read_file()"
+
+
+def _deep(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Where the depth of a value must have a limit: functions that call themselves, also by others of their file, and
+    decoding of JSON. A handler of RecursionError is no limit."""
+    functions = dict(_functions(tree.body))
+    calls = {name: _called(node, name.rpartition(".")[0]) for name, node in functions.items()}
+    for name, node in functions.items():
+        reached: set[str] = set()
+        new = calls[name]
+        while new:
+            reached |= new
+            new = set().union(*(calls.get(each, ()) for each in new)) - reached
+        if name in reached:
+            yield node.lineno, f"{name}() calls itself, as often as a value is deep"
+        source = ast.unparse(node)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Call) and _decodes(ast.unparse(inner.func)) and "is_deep_json(" not in source:
+                yield inner.lineno, f"{ast.unparse(inner.func)}() without is_deep_json()"
+            if isinstance(inner, ast.Name) and inner.id == "RecursionError":
+                yield inner.lineno, "RecursionError depends on the stack: is_deep(), is_deep_json()"
+
+
+def _decodes(called: str) -> bool:
+    return called in DECODERS or called.endswith(("json.decode", "json.format"))
+
+
+def _functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """All functions of a module; methods with the name of their class. An attribute that is made of methods, such as a
+    table of them, is one too: what calls it calls these."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owner + node.name, node
+            for inner in ast.walk(node):
+                target = inner.targets[0] if isinstance(inner, ast.Assign) else getattr(inner, "target", None)
+                if isinstance(target, ast.Attribute) and isinstance(getattr(inner, "value", None), ast.Dict):
+                    yield owner + target.attr, inner
+
+
+def _called(node: ast.AST, owner: str) -> set[str]:
+    """What a function calls, directly or by `map`; of a table, all that is in it."""
+    found: list[ast.AST] = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call):
+            found += [inner.func, *(inner.args[:1] if ast.unparse(inner.func) == "map" else ())]
+    names: set[str] = set()
+    for inner in (each for part in found for each in ast.walk(part)):
+        if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) in ("self", "cls"):
+            names.add(f"{owner}.{inner.attr}")
+        elif isinstance(inner, ast.Name):
+            names.add(inner.id)
+    return names
 
 
 def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream import RequestOutputKind, SamplingParams
 from slipstream.base.errors import InvalidParams
+from slipstream.params.values import is_deep, is_deep_json
 
 VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
 INTERNAL = {"skip_clone", "output_text_buffer_length", "routed_experts_prompt_start"}
@@ -97,3 +99,33 @@ def test_half_of_a_surrogate_pair_is_refused(name):
     with pytest.raises(InvalidParams, match=f"{name} holds half of a surrogate pair") as caught:
         SamplingParams(**{name: ["fine", "half \ud800"]})
     assert caught.value.param == name
+
+
+def _json(draw: random.Random, levels: int) -> tuple[str, int]:
+    """JSON with brackets and escapes in its texts, and its depth."""
+    if not levels or draw.random() < 0.2:
+        return draw.choice(['"[{"', r'"\\"', r'"\"]"', r'"\\\"[["', "5", '"é"', r'"\u005b["']), 0
+    inner = [_json(draw, levels - 1) for _ in range(draw.randint(0, 3))]
+    depth = 1 + max((depth for _, depth in inner), default=0)
+    if draw.random() < 0.5:
+        return f"[{', '.join(text for text, _ in inner)}]", depth
+    return "{" + ", ".join(f'"k{index}}}": {text}' for index, (text, _) in enumerate(inner)) + "}", depth
+
+
+def test_the_depth_of_json_is_that_of_its_value():
+    draw = random.Random(0)
+    found = set()
+    for _ in range(300):
+        text, depth = _json(draw, 8)
+        value = json.loads(text)
+        for limit in range(10):
+            assert is_deep(value, limit) == is_deep_json(text, limit) == is_deep_json(text.encode(), limit), text
+            assert is_deep(value, limit) == (depth > limit), (text, limit)
+        found.add(depth)
+    assert found == set(range(9))
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, '"a" ]]' + "[" * 1000, '{"a": "' + "[" * 1000])
+def test_text_that_is_cut_is_deep(text):
+    """A decoder would go as deep before it finds that the text is cut."""
+    assert is_deep_json(text)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from count_calls import count_calls
 from parsers.conversations import EXAMPLES, FUNCTIONS, OSLO, parse
+from slipstream.parsers import output_parser
 from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
-from slipstream.parsers.output_parser import OutputParser
+from slipstream.parsers.output_parser import Functions, OutputParser
 from slipstream.parsers.reader import ContentDelta, ToolCallStart
 
 FAMILIES = sorted({example[0] for example in EXAMPLES}, key=str)
@@ -184,3 +185,18 @@ def test_a_demanded_call_that_is_cut_off_is_no_content():
         assert not any(isinstance(event, ContentDelta) for event in events), text[:length]
         names.add(tuple(event.name for event in events if isinstance(event, ToolCallStart)))
     assert names == {(), ("get_weather",), ("get_weather", "now")}
+
+
+def test_a_schema_of_many_alternatives_takes_one_step_for_each_part(monkeypatch):
+    """Each refers to all others: a walk of eight levels would take 10 ** 8 steps."""
+    names = [f"part{number}" for number in range(100)]
+    refs = [{"$ref": f"#/$defs/{name}"} for name in names]
+    schema = {"properties": {"x": {"anyOf": refs}}, "$defs": {name: {"anyOf": refs} for name in names}}
+    schema["$defs"]["part3"] = {"anyOf": [{"type": "int"}, {"enum": ["a"]}, *refs]}
+    found: list[str] = []
+    target = output_parser._target
+    monkeypatch.setattr(output_parser, "_target", lambda name, root: (found.append(name), target(name, root))[1])
+    assert Functions({"f": schema}).types_of("f", "x") == {"integer", "string"}
+    assert len(found) == len(names)
+    wide = {"anyOf": [{"type": "string"}] + [{"const": number} for number in range(5_000)]}
+    assert Functions({"f": {"properties": {"x": wide}}}).types_of("f", "x") == frozenset()

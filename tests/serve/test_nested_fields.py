@@ -14,6 +14,8 @@ import pytest
 
 from scripted_core import ScriptedCore, facts
 from serve.asgi import Door
+from serve.samples import SAMPLES
+from slipstream.params.values import MAX_DEPTH
 from slipstream.serve.http.server.app import App
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.serve.http.server.state import State
@@ -161,6 +163,34 @@ def test_an_unknown_field_inside_a_field_is_refused_by_name(send, route, place):
 def test_the_walk_finds_objects_of_every_depth():
     assert ("/v1/messages", ("messages", 2, "content", 0, "content", 0)) in CASES
     assert ("/v1/chat/completions", ("messages", 1, "tool_calls", 0, "function")) in CASES
+
+
+def deep(levels: int, kind: str) -> Any:
+    value: Any = 5
+    for _ in range(levels):
+        value = [value] if kind == "list" else {"a": value}
+    return value
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values below the body."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in items for place in [(*path, key), *places(each, (*path, key))]]
+
+
+FIELDS = ("chat_template_kwargs", "structured_outputs", "response_format", "metadata", "logit_bias", "format")
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("route", sorted({**SAMPLES, **BODIES}))
+def test_a_deep_value_in_any_place_is_no_failure(send, route, kind):
+    """The deepest that a body may be, and deeper."""
+    body = {**SAMPLES, **BODIES}[route]
+    for place in [*places(body), *((name,) for name in FIELDS)]:
+        for levels in (MAX_DEPTH - len(place), MAX_DEPTH):
+            answer = send(route, with_change(body, place[:-1], place[-1], deep(levels, kind)))
+            assert answer.status < 500 and b"ecursion" not in answer.body, (place, levels, answer.body)
+            assert levels < MAX_DEPTH or f"nested too deeply; the limit is {MAX_DEPTH} " in answer.said, place
 
 
 WRONG_PARTS = [

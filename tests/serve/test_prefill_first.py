@@ -13,7 +13,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.main import main
 from slipstream.serve.http.server.replica_proxy import ReplicaProxy
 from slipstream.serve.http.server.settings import ServerSettings
-from slipstream.serve.http.server.url_replicas import PrefillFirst, UrlReplicas, shortened
+from slipstream.serve.http.server.url_replicas import PrefillFirst, UrlReplicas, named_model, shortened
 
 CHAT = {
     "model": "m",
@@ -110,9 +110,13 @@ def test_other_requests_go_to_the_decode_server_alone(path, fields):
     assert [name for name, _, _ in log] == ["decode"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
+DEEP = b'{"model": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'{"prompt": "\xff"}', DEEP])
 def test_a_body_that_is_no_request_is_left_to_the_decode_server(body):
     assert shortened(b"/v1/completions", body) is None
+    assert named_model(body) is None
 
 
 def test_prefill_urls_need_replica_urls(capsys):

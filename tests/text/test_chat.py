@@ -215,19 +215,29 @@ def test_time_and_memory_of_a_template_are_limited(template: str, monkeypatch: p
     chat_template._end_children()
 
 
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
 def test_values_that_cannot_be_passed_to_the_child_are_named() -> None:
     for wrong in (threading.Lock(), {(1, 2): 3}, {1}):
         with pytest.raises(InvalidPrompt, match="cannot be given to the chat template.*give what JSON has"):
             render("{{ f }}", f=wrong)
     circle: list[Any] = []
     circle.append(circle)
-    with pytest.raises(InvalidPrompt, match="cannot be given to the chat template.*give what JSON has"):
+    with pytest.raises(InvalidPrompt, match="^f: nested too deeply; the limit is 100 levels$"):
         render("{{ f }}", f=circle)
-    deep: list[Any] = []
-    for _ in range(10**5):
-        deep = [deep]
-    with pytest.raises(InvalidPrompt, match="nested too deeply"):
-        render("{{ f }}", f=deep)
+    assert render("{{ f }}", f=deep(100))
+    for wrong in (deep(101), deep(10**5)):
+        with pytest.raises(InvalidPrompt, match="^f: nested too deeply"):
+            render("{{ f }}", f=wrong)
+        with pytest.raises(InvalidPrompt, match="^tools: nested too deeply"):
+            render("{{ tools }}", tools=[wrong])
+        with pytest.raises(InvalidPrompt, match="^messages: nested too deeply"):
+            render_chat("{{ messages }}", [{"role": "user", "content": "a", "tool_calls": wrong}])
     assert render("{{ f }}", f="\ud800") == "\ud800"
     assert render("{{ f.a + 1 }}", f=MappingProxyType({"a": 10**30})) == str(10**30 + 1)
 

@@ -276,12 +276,16 @@ class AnswerPieces:
 def size_of(prompt: object) -> int:
     """The number of characters or token ids of a prompt of any form."""
     if isinstance(prompt, Mapping):
-        return sum(map(size_of, prompt.values()))
+        return sum(map(_length, prompt.values()))
     if isinstance(prompt, tuple) and any(isinstance(one, str) for one in prompt[:2]):
-        return sum(map(size_of, prompt))  # a pair of texts
-    if isinstance(prompt, np.ndarray):
-        return prompt.size if prompt.ndim else 0
-    return len(prompt) if isinstance(prompt, Sequence | array) else 0
+        return sum(map(_length, prompt))  # a pair of texts
+    return _length(prompt)
+
+
+def _length(part: object) -> int:
+    if isinstance(part, np.ndarray):
+        return part.size if part.ndim else 0
+    return len(part) if isinstance(part, Sequence | array) else 0
 
 
 def bound_heap() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from slipstream.base.errors import InvalidParams
-from slipstream.params.values import CheckedNames
+from slipstream.params.values import CheckedNames, is_deep, is_deep_json
 
 MAX_CHARS = 2**18  # of a schema, grammar or structural tag, and of all choices together
 MAX_REGEX_CHARS = 2**14
@@ -122,38 +122,19 @@ def as_params(given: object) -> StructuredOutputsParams | None:
 
 def _as_json(name: str, value: object) -> str:
     """The text of a JSON object or schema, checked for syntax, size and depth."""
+    if is_deep_json(value, MAX_DEPTH) if isinstance(value, str) else is_deep(value, MAX_DEPTH):
+        raise _invalid(f"{name} is nested too deeply; the limit is {MAX_DEPTH} levels")
     try:
         if isinstance(value, str):
             text, value = value, json_module.loads(value)
         else:
             text = json_module.dumps(value, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise _invalid(f"{name} is nested too deeply; the limit is {MAX_DEPTH} levels") from None
     except (TypeError, ValueError) as error:
         raise _invalid(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict) and not (name == "json" and isinstance(value, bool)):
         raise _invalid(f"{name} is {type(value).__name__}; give an object")
     _check_text(name, text, MAX_CHARS)
-    if _depth(value) > MAX_DEPTH:
-        raise _invalid(f"{name} is nested too deeply; the limit is {MAX_DEPTH} levels")
     return text
-
-
-def _depth(value: object) -> int:
-    """Levels of nested objects and arrays; stops counting after MAX_DEPTH."""
-    depth, level = 0, [value]
-    while depth <= MAX_DEPTH:
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list | tuple)
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list | tuple)
-        ]
-        depth += 1
-        if not level:
-            break
-    return depth
 
 
 def _check_text(name: str, value: object, limit: int) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from slipstream.base.errors import InvalidParams
 
 MAX_COUNT = 2**31 - 1  # of tokens
 MAX_BIAS = 100.0
+MAX_DEPTH = 100  # objects and arrays inside one another, in what a client sends
+_BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # 1 and -1
+_OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
+_HOLDERS = (list, tuple, Mapping)
+_STRING = re.compile(rb'"[^"]*"')
 
 
 class CheckedNames(msgspec.StructMeta):
@@ -75,6 +82,28 @@ def check_text(name: str, value: object) -> None:
         raise InvalidParams(
             f"{name} holds half of a surrogate pair, which is no character; give text that is UTF-8", param=name
         ) from None
+
+
+def is_deep_json(text: str | bytes, limit: int = MAX_DEPTH) -> bool:
+    """Whether more than `limit` objects and arrays are inside one another, in text that should be JSON. A decoder has
+    no limit of its own that is known: it depends on the stack of its caller."""
+    source = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if source.count(b"[") + source.count(b"{") <= limit:
+        return False
+    bare = source.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
+    steps = np.frombuffer(_STRING.sub(b"", bare).translate(_BRACKETS), np.int8)
+    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > limit)
+
+
+def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
+    """Whether more than `limit` objects, lists and tuples are inside one another."""
+    level = [value]
+    for _ in range(limit):
+        holders = (each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, _HOLDERS))
+        level = [inner for holder in holders for inner in holder]
+        if not level:
+            return False
+    return any(isinstance(each, _HOLDERS) for each in level)
 
 
 def _range(low: float | None, high: float | None, open_low: bool) -> str:

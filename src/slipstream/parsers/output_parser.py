@@ -105,6 +105,7 @@ class ReasoningFormat:
 
 # Functions: the tools of one request, as parsers need them: their names, and the types of their parameters.
 
+_MAX_PARTS = 1_000  # of a parameter's schema
 _TYPES = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
 
@@ -126,24 +127,30 @@ class Functions:
         """The JSON types that a parameter can have; empty if the schema does not say."""
         schema = self.schemas.get(name, {})
         properties = schema.get("properties")
-        return _types(properties.get(parameter), schema) if isinstance(properties, Mapping) else frozenset()
+        return _types([properties.get(parameter)], schema) if isinstance(properties, Mapping) else frozenset()
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > 8:
-        return frozenset()
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_target(reference, root), root, depth + 1)
-    given = schema.get("type")
-    if isinstance(given, str | list):
-        names = [given] if isinstance(given, str) else given
-        return frozenset(_TYPES.get(name, name) for name in names if isinstance(name, str))
-    if isinstance(values := schema.get("enum"), list):
-        return frozenset("string" if isinstance(value, str) else "any" for value in values)
+def _types(left: list[object], root: Mapping[str, Any]) -> frozenset[str]:
+    """The types of these parts of a schema and of the alternatives and references in them; empty for too many."""
     found: set[str] = set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(alternatives := schema.get(key), list):
-            found |= {name for inner in alternatives for name in _types(inner, root, depth + 1)}
+    seen: set[int] = set()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if len(seen) > _MAX_PARTS:
+            return frozenset()
+        if isinstance(reference := part.get("$ref"), str):
+            left.append(_target(reference, root))
+        elif isinstance(given := part.get("type"), str | list):
+            names = [given] if isinstance(given, str) else given
+            found.update(_TYPES.get(name, name) for name in names if isinstance(name, str))
+        elif isinstance(values := part.get("enum"), list):
+            found.update("string" if isinstance(value, str) else "any" for value in values)
+        else:
+            alternatives = (part.get(key) for key in ("anyOf", "oneOf", "allOf"))
+            left += [inner for each in alternatives if isinstance(each, list) for inner in each]
     return frozenset(found)
 
 

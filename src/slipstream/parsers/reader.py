@@ -297,11 +297,12 @@ def _read_string(reader: TextReader, sink: Sink) -> Parse[bool]:
 
 def as_text(source: str) -> str | None:
     """The text of a JSON string; None for any other value."""
-    try:
-        value = json.loads(source, strict=False)
-    except (ValueError, RecursionError):
+    if not source.lstrip().startswith('"'):
         return None
-    return without_surrogates(value) if isinstance(value, str) else None
+    try:
+        return without_surrogates(json.loads(source, strict=False))
+    except ValueError:
+        return None
 
 
 def without_surrogates(text: str) -> str:

@@ -8,6 +8,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
+from slipstream.params.values import is_deep_json
 from slipstream.parsers.output_parser import Functions
 from slipstream.parsers.reader import EventSink, Parse, Sink, TextReader, drop, without_surrogates
 
@@ -139,9 +140,11 @@ class _AnyValue:
 def _as_json(text: str, types: frozenset[str]) -> str | None:
     """The JSON that the text is, or None if it is a string. `types`: those that the parameter can have, if known."""
     source = _WORDS.get(text, text)
+    if is_deep_json(source):
+        return None
     try:
         value = json.loads(source)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     if "string" not in types:
         return source

@@ -16,6 +16,7 @@ from typing import Any
 
 from slipstream.base.errors import BadTokenizer, InvalidPrompt
 from slipstream.base.processes import LimitedChild, LimitPassed
+from slipstream.params.values import MAX_DEPTH, is_deep
 from slipstream.text.chat_fields import (
     IS_TEXT,
     Parts,
@@ -52,6 +53,9 @@ def render_chat(
     """
     if template is None:
         raise BadTokenizer(f"the model has no chat template; {HINT}, or give a plain prompt to generate")
+    for name, value in {"messages": messages, "tools": tools, **chat_template_kwargs}.items():
+        if is_deep(value):
+            raise InvalidPrompt(f"{name}: nested too deeply; the limit is {MAX_DEPTH} levels", param=name)
     conversation = [_checked(message, index) for index, message in enumerate(_listed(messages))]
     if continue_final_message:
         if add_generation_prompt:
@@ -299,8 +303,6 @@ def _rendered(template: str, variables: Mapping[str, Any]) -> str:
 def _call(template: str, variables: Mapping[str, Any] | None) -> bytes:
     try:
         data = json.dumps((template, variables), default=_as_dict).encode()
-    except RecursionError:
-        raise InvalidPrompt("the messages or tools are nested too deeply for a chat template; nest them less") from None
     except (TypeError, ValueError) as error:  # from Python, any object may be in a message
         raise InvalidPrompt(f"a value cannot be given to the chat template: {error}; give what JSON has") from None
     try:

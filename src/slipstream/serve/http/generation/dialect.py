@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
+from slipstream.params.values import is_deep_json
 from slipstream.serve.http.generation.fields import sampling_params
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request
@@ -94,9 +95,11 @@ def call_arguments(text: str) -> dict[str, Any] | msgspec.Raw | None:
     what a model writes may be nested too deeply for an encoder, or have half of a surrogate pair."""
     if not text.strip():
         return {}
+    if is_deep_json(text):
+        return None
     try:
         source = msgspec.json.format(text.encode(), indent=-1)
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
     return msgspec.Raw(source) if source.startswith(b"{") else None
 

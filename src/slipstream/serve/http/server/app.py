@@ -18,6 +18,7 @@ import msgspec
 from slipstream.front.request_state import GenerationRequestState
 from slipstream.metrics.stats import Traces
 from slipstream.params.sampling import SamplingParams
+from slipstream.params.values import MAX_DEPTH, is_deep_json
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.body import ClientDisconnect, Watch, check_origin, read_form
 from slipstream.serve.http.server.error_formats import in_format_of
@@ -160,7 +161,7 @@ class App:
 
     def decode(self, route: Route, body: bytes) -> Any:
         """Returns the body as the route's type. Raises if it does not match."""
-        return _decode(self._decoders[id(route)], body)
+        return _decoded_body(self._decoders[id(route)], body)
 
     def _match(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         found = self._exact.get(path)
@@ -196,9 +197,9 @@ class App:
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             if route.any_content_type:
                 check_origin(headers, settings.allowed_origins)
-                return _decode(decoder, body)
+                return _decoded_body(decoder, body)
             raise HTTPException(415, "the body must be JSON; send the header Content-Type: application/json")
-        return _decode(decoder, body)
+        return _decoded_body(decoder, body)
 
     @staticmethod
     def _reads_body(route: Route) -> bool:
@@ -218,7 +219,9 @@ class App:
         return seconds if limit is None else min(seconds, limit)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def _decoded_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    if is_deep_json(body):
+        raise bad_request(f"the body is nested too deeply; the limit is {MAX_DEPTH} objects and arrays in one another")
     try:
         return decoder.decode(body.removeprefix(BOM_UTF8))  # .NET's writers put it before a text
     except msgspec.ValidationError as error:
@@ -227,8 +230,6 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise bad_request(f"the body is not JSON: {error}; send JSON encoded as UTF-8") from None
     except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one
         raise bad_request(f"the body is not UTF-8{_bad_byte(body)}; send JSON encoded as UTF-8") from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply; send a flatter one") from None
 
 
 def _bad_byte(body: bytes) -> str:

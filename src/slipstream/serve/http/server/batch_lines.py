@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.params.values import MAX_DEPTH, is_deep_json
+
 ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v2/rerank", "/rerank",
     "/v1/score", "/score", "/classify", "/pooling",
@@ -57,13 +59,15 @@ _decoder = msgspec.json.Decoder(_Request)
 
 def read_line(text: bytes, endpoint: str | None = None) -> BatchLine:
     """Raises InvalidLine. `endpoint`: the url that all lines of a batch must have."""
+    if is_deep_json(text):
+        raise InvalidLine("invalid_json_line", f"the line is nested too deeply; the limit is {MAX_DEPTH} levels")
     try:
         given = _decoder.decode(text.removeprefix(BOM_UTF8))
         body = bytes(given.body)
         stream = msgspec.json.decode(body, type=_Stream).stream
     except msgspec.ValidationError as error:
         raise InvalidLine("invalid_line", f"{error}; give custom_id, method, url and body") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidLine("invalid_json_line", f"the line is not JSON: {error}") from None
     if not 0 < len(given.custom_id) <= _MAX_ID_CHARS:
         fact = f"custom_id has {len(given.custom_id)} characters"

@@ -20,6 +20,7 @@ import httptools
 import msgspec
 
 from slipstream.base.errors import InvalidOption
+from slipstream.params.values import is_deep_json
 
 status = logging.getLogger("slipstream.status")
 
@@ -293,6 +294,8 @@ class _Body(msgspec.Struct):
 
 def named_model(body: bytes) -> str | None:
     """The model that a request names; None if it names none."""
+    if is_deep_json(body):
+        return None  # the server will refuse it
     try:
         found = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -360,11 +363,11 @@ class PrefillFirst:
 
 def shortened(path: bytes, body: bytes) -> bytes | None:
     """The request with the same prompt and one token; None if it has no prompt that another engine can continue."""
-    if path not in PATHS:
+    if path not in PATHS or is_deep_json(body):
         return None
     try:
         fields: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if not isinstance(fields, dict) or fields.get("echo") or fields.get("prompt_logprobs") is not None:
         return None

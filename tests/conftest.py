@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 
+from repeats import mark_repeats
 from slipstream.base.errors import ModelNotFound
 from slipstream.base.log import FORMAT, LEVEL
 from slipstream.checkpoint.locate import LocatedModel, locate
@@ -80,13 +81,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests marked slow; -m slow runs them alone")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Ray's tests first: they wait, for up to a minute, and near the end nothing else would run meanwhile. Leaves out
     tests marked `slow`, and skips tests marked `cuda` if there is no GPU."""
     items.sort(key=lambda item: item.path.name != "test_ray_replicas.py")
+    mark_repeats(items)
     if not config.option.slow and "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if torch.cuda.is_available():
         return

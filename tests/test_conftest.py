@@ -49,6 +49,12 @@ def test_warnings_are_captured_anew(capsys):
 @pytest.mark.slow
 def test_that_is_slow():
     assert False
+
+@pytest.mark.every_second("one", "other")
+@pytest.mark.parametrize("one", ["a", "b"])
+@pytest.mark.parametrize("other", [1, 2])
+def test_every_second_pair_is_slow(one, other):
+    assert one + str(other) in ("a1", "b2")
 """
 
 
@@ -62,5 +68,5 @@ def test_logging_that_a_test_configures_does_not_reach_the_next_test(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     command += ["--junitxml", "run.xml", "test_in_order.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0 and "4 passed, 1 deselected" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "run.xml").read_text(encoding="utf-8").count('<property name="cpu" value="') == 4
+    assert done.returncode == 0 and "6 passed, 3 deselected" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "run.xml").read_text(encoding="utf-8").count('<property name="cpu" value="') == 6

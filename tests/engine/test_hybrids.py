@@ -81,6 +81,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_second("hybrid", "cell")
 @pytest.mark.parametrize("cell", CELLS)
 def test_tokens_do_not_depend_on_scheduling(hybrid: Hybrid, cell: str) -> None:
     with make(hybrid.folder, **CELLS[cell]) as llm:
@@ -92,6 +93,7 @@ def test_tokens_do_not_depend_on_scheduling(hybrid: Hybrid, cell: str) -> None:
         assert scheduler.cache.num_hits > 400 or "cached" not in cell
 
 
+@pytest.mark.every_second("hybrid", "depth")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_samples_of_a_prompt_get_the_same_tokens(hybrid: Hybrid, depth: int) -> None:
     with make(hybrid.folder, depth=depth) as llm:

@@ -122,6 +122,7 @@ WAYS = [(1, "reversed"), (2, "planned"), (2, "shuffled")]  # threads, and the or
 CELLS = [(cell, *WAYS[number % 3]) for number, cell in enumerate(PAIRED)]
 
 
+@pytest.mark.every_second("model", "cell")
 @pytest.mark.parametrize(("cell", "threads", "order"), CELLS, ids=[f"{n}-{t}-{o}" for n, (_, t, o) in enumerate(CELLS)])
 def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, cell, threads, order, reorder, num_fused):
     reorder(order)

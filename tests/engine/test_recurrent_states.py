@@ -86,6 +86,7 @@ CELLS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.every_second("model", "cell")
 @pytest.mark.parametrize("cell", CELLS)
 def test_tokens_do_not_depend_on_scheduling(model: Model, cell: str) -> None:
     options, least = CELLS[cell]
@@ -103,6 +104,7 @@ def test_preempted_requests_get_the_same_tokens(hybrid: Model, depth: int, chunk
         assert llm.core.scheduler.num_preemptions > 0
 
 
+@pytest.mark.every_second("model", "depth")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_samples_of_a_prompt_get_the_same_tokens(model: Model, depth: int) -> None:
     wanted = alone(model.folder, SAMPLED)

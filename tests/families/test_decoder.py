@@ -116,6 +116,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Expected(folder, texts, oracle(folder, torch.float64, texts))
 
 
+@pytest.mark.every_second("variant", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_logits_equal_transformers(variant: Expected, dtype: torch.dtype) -> None:
     texts = {name: variant.texts[name] for name in ("long", "short")}

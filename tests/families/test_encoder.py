@@ -78,6 +78,7 @@ def in_float64(model: nn.Module, dtype: torch.dtype) -> None:
         pytest.MonkeyPatch().setattr(modernbert, "apply_rotary_pos_emb", turn)
 
 
+@pytest.mark.every_second("variant", "dtype")
 @DTYPES
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_equal_transformers(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:

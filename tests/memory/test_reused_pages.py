@@ -101,6 +101,7 @@ def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype
             assert not cache[NULL_PAGE].count_nonzero()
 
 
+@pytest.mark.every_second("folder", "depth")
 @pytest.mark.parametrize(("folder", "dtype"), EVERY, indirect=True)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dtype, depth):
@@ -118,6 +119,7 @@ def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dty
                 assert_same([bench.results[good]], [vector], 1e-4 if dtype == "float32" else 1e-9)
 
 
+@pytest.mark.every_second("folder", "depth")
 @pytest.mark.parametrize(("folder", "dtype"), EVERY, indirect=True)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_samples_of_a_prompt_do_not_feel_what_lies_behind_it_in_its_page(folder, dtype, depth):

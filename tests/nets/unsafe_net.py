@@ -10,7 +10,8 @@ no limit: where it is raised depends on the stack.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "multiprocessing"}
@@ -63,15 +64,30 @@ DECODERS = {"json.loads", "json_module.loads", "ast.literal_eval", "decoder.deco
 STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 
+Finding = tuple[int, str]  # line, and what is wrong there
+Owned = tuple[int, str, str]  # and the function, class or constant that it is a part of
+
+
 def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
-    tree = ast.parse(source)
-    found = [*_walk(tree), *(_children(tree) if "sys.executable" in source else ())]
-    found += _outside(tree, _patterns(tree), OWN_PATTERNS)
+    found, patterns, reads, deep = _findings(source)
+    found = found + _outside(patterns, OWN_PATTERNS)
     if path.split("/")[0] not in ELSEWHERE:
-        found += _outside(tree, _reads(tree), OWN_READS)
+        found += _outside(reads, OWN_READS)
     if path.startswith(CLIENT):
-        found += _outside(tree, _deep(tree), OWN_DEPTH)
+        found += _outside(deep, OWN_DEPTH)
     return [f"{path}:{line}: {what}" for line, what in found]
+
+
+@cache
+def _findings(source: str) -> tuple[list[Finding], list[Owned], list[Owned], list[Owned]]:
+    """What nothing excuses, patterns, reads, and what has no limit of depth."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))  # once: the walk takes most of the time
+    found = [*_walk(nodes), *(_children(nodes) if "sys.executable" in source else ())]
+    patterns, reads, deep = (
+        [(*each, _owner(tree, each[0])) for each in own] for own in (_patterns(nodes), _reads(nodes), _deep(tree))
+    )
+    return found, patterns, reads, deep
 
 
 def find_unsafe_in(root: Path) -> list[str]:
@@ -84,15 +100,18 @@ def find_unsafe_in(root: Path) -> list[str]:
 
 def unneeded_exceptions(root: Path) -> set[str]:
     """Names in OWN_PATTERNS, OWN_READS and OWN_DEPTH that excuse nothing in any file."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in root.rglob("*.py")]
-    own = ((_patterns, OWN_PATTERNS), (_reads, OWN_READS), (_deep, OWN_DEPTH))
-    used = {(id(names), _owner(tree, line)) for tree in trees for find, names in own for line, _ in find(tree)}
-    return {name for _, names in own for name in names if (id(names), name) not in used}
+    of_files = [_findings(file.read_text(encoding="utf-8"))[1:] for file in root.rglob("*.py")]
+    used = [{owner for own in found for _, _, owner in own} for found in zip(*of_files, strict=True)]
+    return {
+        name
+        for names, own in zip((OWN_PATTERNS, OWN_READS, OWN_DEPTH), used, strict=True)
+        for name in names.keys() - own
+    }
 
 
-def _outside(tree: ast.Module, found: Iterable[tuple[int, str]], names: Mapping[str, str]) -> list[tuple[int, str]]:
+def _outside(found: list[Owned], names: Mapping[str, str]) -> list[Finding]:
     """Findings outside the functions, classes and constants of these names."""
-    return [(line, what) for line, what in found if _owner(tree, line) not in names]
+    return [(line, what) for line, what, owner in found if owner not in names]
 
 
 def _owner(tree: ast.Module, line: int) -> str:
@@ -102,8 +121,8 @@ def _owner(tree: ast.Module, line: int) -> str:
     return getattr(node, "name", "") or getattr(targets[0], "id", "")
 
 
-def _walk(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _walk(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -129,9 +148,9 @@ def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{keyword.arg} lets a checkpoint bring code"
 
 
-def _patterns(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _patterns(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Expressions for `re` that are neither constants nor made of constants and escaped text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
         if node.func.attr not in PATTERNS:
@@ -142,9 +161,9 @@ def _patterns(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{called}() of a pattern that may come from a file or a request"
 
 
-def _reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _reads(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Reads of files of a model's folder, where a pipe or a device would hang the start."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in READS and ast.unparse(node.func) not in ("GgufFile.open", "cls.from_file"):
@@ -205,14 +224,14 @@ def _called(node: ast.AST, owner: str) -> set[str]:
     return names
 
 
-def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _children(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """In a file that starts Python: children whose environment is not `child_environment()`, or made from it. Isolated
     mode (-I) is safe too: it ignores the current directory and PYTHONPATH."""
     safe = {"child_environment()"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and "child_environment()" in ast.unparse(node.value):
             safe |= {ast.unparse(target) for target in node.targets}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STARTS:
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if node.args and ast.unparse(node.args[0]).startswith("[sys.executable, '-I'"):

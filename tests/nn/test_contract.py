@@ -94,6 +94,7 @@ def test_rows_in_any_order_give_the_results_of_the_reference(
         assert all(taken) and (kind == "one by one" or len(taken) == len(steps)), f"{kind} did not run"
 
 
+@pytest.mark.every_second("family", "order")
 @pytest.mark.parametrize("order", [["writer", "reader"], ["reader", "writer"]], ids="-".join)
 @pytest.mark.parametrize(("kind", "family"), CASES)
 def test_keys_are_written_before_any_row_reads_them(

@@ -84,6 +84,7 @@ def find_on(machine, features, folder, monkeypatch):
     return prebuilt.find()
 
 
+@pytest.mark.slow
 def test_a_wheel_answers_without_a_compiler(tmp_path, monkeypatch):
     machine = platform.machine()
     if machine not in LEVELS or shutil.which("gcc") is None:

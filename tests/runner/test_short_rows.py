@@ -12,6 +12,7 @@ PROMPT = list(range(5, 14))
 SMALL = dict(use_tqdm_on_load=False, dtype="float64", max_model_len=64, page_size=4, max_num_seqs=4)
 
 
+@pytest.mark.every_second("family", "whole")
 @pytest.mark.parametrize("whole", [True, False], ids=["one graph", "two graphs"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
 def test_a_row_that_becomes_long_draws_the_same_tokens(tmp_path, family, whole, monkeypatch):

@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from mask_gate import DraftGate, MaskGate
+from repeats import slow
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.base.errors import InvalidParams
 from slipstream.params.structured import BACKENDS
@@ -37,7 +38,7 @@ def model(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(scope="module", params=[slow(0), 1, slow(2)])
 def llm(request, model):
     with LLM(model, depth=request.param, use_tqdm_on_load=False, max_model_len=256, num_threads=1) as llm:
         yield llm

@@ -113,6 +113,7 @@ FINAL = json.dumps([{"name": "final_result", "arguments": WEATHER}])
     ],
     ids=["instructor", "pydantic-ai"],
 )
+@pytest.mark.slow
 def test_typed_answers(folder, code, texts, num_answers):
     """In a process of its own, where its packages come before ours."""
     if not PACKAGES.exists():

@@ -270,6 +270,7 @@ def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path,
     assert [line.split()[0] for line in lines[1:]] == ["cold", "warm"]
 
 
+@pytest.mark.slow
 def test_startup_is_measured_in_new_processes(model, capsys, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_NATIVE", "0")  # compiling the C kernels takes most of a cold start
     facts = json.loads(bench(capsys, model, "startup --json"))

@@ -33,6 +33,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_litellm(folder):
     """In a process of its own: it needs another openai than we test with."""
     if not PACKAGES.exists():

@@ -71,6 +71,7 @@ LATENT = dict(kv_lora_rank=64, q_lora_rank=64, v_head_dim=16, moe_intermediate_s
 REORDERED = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm": dict(head_dim=16)}
 
 
+@pytest.mark.every_second("family", "method")
 @pytest.mark.parametrize("family", REORDERED)
 @pytest.mark.parametrize("method", ["fp8 tensor", "fp8 block", "awq", "gptq act-order", "w4a16 zeros", "nf4"])
 def test_projections_whose_rows_are_reordered_are_quantised(
@@ -98,6 +99,7 @@ DELTA: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@pytest.mark.every_second("family", "method")
 @pytest.mark.parametrize("skip", ["in_proj_b", "linear_attn"])
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("method", ["fp8 channel", "gptq 8 sym", "w4a16", "nf4"])

@@ -37,6 +37,7 @@ def test_most_schemas_compile_and_the_others_are_refused_for_known_reasons(compi
     assert len(SUITE) == 721 and len(compiled) >= 400
 
 
+@pytest.mark.every_second("depth", "is_mixed")
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["plain", "drafts, samples and preemption"])
 def test_every_output_that_ends_is_valid(compiled, depth, is_mixed, monkeypatch):

@@ -13,6 +13,7 @@ OnResult = Callable[[int, RequestOutput], None] | None
 
 
 class FakeLLM:
+    models = ("fake",)
     tokenizer: Any = None  # without a chat template
 
     def __init__(self, **options: Any) -> None:

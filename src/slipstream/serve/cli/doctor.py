@@ -42,6 +42,11 @@ OPTIONAL = {
     "triton": ("kernels on a GPU", "pip install triton"),
     "huggingface_hub": ("models by hub name", "pip install huggingface_hub"),
 }
+FOR_GPUS = frozenset(["triton"])
+COMPILERS = {  # by the program that installs them
+    "apt-get": "apt-get install g++", "dnf": "dnf install gcc-c++", "apk": "apk add g++", "pacman": "pacman -S gcc",
+    "zypper": "zypper install gcc-c++", "xcode-select": "xcode-select --install",
+}  # fmt: skip
 # the requests of the short run, which together use every sampling stage but bad words: these need a tokenizer
 RUN = (
     dict(temperature=0.0),
@@ -130,7 +135,14 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(name, version or f"missing ({purpose})", None if version else f"pip install {name}")
     for name, (purpose, line) in OPTIONAL.items():
         version = installed(name)
+        if version is None and name in FOR_GPUS and not has_nvidia_gpu():
+            continue
         yield Finding(name, version or f"not installed ({purpose})", None if version else line, needed=False)
+
+
+def has_nvidia_gpu() -> bool:
+    """By the driver, also where torch cannot use it."""
+    return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def check_machine() -> Iterator[Finding]:
@@ -143,7 +155,12 @@ def check_machine() -> Iterator[Finding]:
     if machine.kind == "cuda":
         yield Finding("device", f"cuda: {torch.cuda.get_device_name()}, {gib}")
     else:
-        yield Finding("device", f"cpu: {machine.num_threads} threads, {gib}")
+        unused, fix = "", None
+        if has_nvidia_gpu() and not torch.cuda.is_available():
+            unused, fix = "; torch cannot use the GPU", "check the driver and the container: nvidia-smi"
+            if torch.version.cuda is None:
+                unused, fix = "; the GPU is not used, torch is built for CPUs", "install a build of torch for CUDA"
+        yield Finding("device", f"cpu: {machine.num_threads} threads, {gib}{unused}", fix, needed=False)
     yield Finding("fast dtypes", ", ".join(machine.fast_dtypes))
     from slipstream.ops.gemm.linear.measured import gemv_times
     from slipstream.ops.gemm.low_bit import find_kernel
@@ -160,9 +177,8 @@ def check_machine() -> Iterator[Finding]:
 
 def check_tools() -> Iterator[Finding]:
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    yield Finding(
-        "compiler", compiler or "none (compiles C++ kernels)", None if compiler else "install g++", needed=False
-    )
+    fix = next((line for program, line in COMPILERS.items() if shutil.which(program)), "install g++")
+    yield Finding("compiler", compiler or "none (compiles C++ kernels)", None if compiler else fix, needed=False)
     try:
         yield Finding("default model", str(locate(None).path))
     except ModelNotFound:

@@ -6,6 +6,7 @@ A flag that is not given is absent from the result, so that `config/resolve.py` 
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
@@ -105,6 +106,24 @@ def add_sampling_flags(
             _add_flag(group, name, hints[name], text, max_tokens if name == "max_tokens" else None)
     if max_tokens is not None:
         parser.set_defaults(max_tokens=max_tokens)
+
+
+def read_sampling(name: str, text: str) -> Any:
+    """The value of a sampling parameter from a text. Raises UserError."""
+    if name not in SAMPLING_HELP:
+        near = difflib.get_close_matches(name, SAMPLING_HELP, n=1)
+        raise UserError(
+            f"there is no parameter {name}; give {near[0] if near else 'one of ' + ', '.join(SAMPLING_HELP)}"
+        )
+    kind = _sampling_types()[name]
+    if bool in alternatives(kind):
+        kind = Literal["true", "false"]
+    try:
+        value = read_text(str if name == "stop" else kind, text)
+    except ValueError:
+        wanted = " or ".join(describe_type(member) for member in alternatives(kind))
+        raise UserError(f"{name} is {text!r}; it takes {wanted}") from None
+    return {"true": True, "false": False}.get(value, value) if kind == Literal["true", "false"] else value
 
 
 @cache

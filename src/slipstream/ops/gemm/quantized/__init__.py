@@ -2,7 +2,7 @@
 
 On a GPU FP8 weights are multiplied by FP8 units with inputs quantised per row, if the checkpoint's method quantises
 inputs; other weights are expanded in registers, or in memory for many rows. With few rows Hopper streams them
-(`stream.py`, one row with 4 bits `row.py`; FP8 inputs: `ops/gemm/linear/streaming_hopper.py`).
+(`streaming.py`, one row with 4 bits `row.py`; FP8 inputs: `ops/gemm/linear/streaming_hopper.py`).
 """
 
 from __future__ import annotations

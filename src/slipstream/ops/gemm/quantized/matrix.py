@@ -54,7 +54,7 @@ class QuantizedMatrix(NamedTuple):
 
     @property
     def has_slices(self) -> bool:
-        """Whether `stream.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
+        """Whether `streaming.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
         if self.is_4_bit:
             return self.words is not None and self.group == 128 == 2 * self.half
         return self.values.dtype is torch.float8_e4m3fn and self.scale.shape[1] == 1 and self.num_columns % 64 == 0

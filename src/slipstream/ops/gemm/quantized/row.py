@@ -335,10 +335,11 @@ def _expand(q):
 
 # GEMM of a single row with 4-bit weights on Hopper: TMA streams the weights, integer MMAs multiply.
 #
-# `stream.py` calls this for one row. The kernel rounds x to integers of 16 bits with a scale for 64 inputs, which adds
-# less error than rounding to bfloat16 does unless one of the 64 is hundreds of times larger than the others. The shape
-# alone fixes the order of every sum. Written in Gluon, which has no interpreter: `tests/ops/test_kernels_compile.py`
-# compiles it on any machine, `pytest -m cuda` runs it, `matrix.py` has its arithmetic.
+# `streaming.py` calls this for one row. The kernel rounds x to integers of 16 bits with a scale for 64 inputs, which
+# adds less error than rounding to bfloat16 does unless one of the 64 is hundreds of times larger than the others. The
+# shape alone fixes the order of every sum. Written in Gluon, which has no interpreter:
+# `tests/ops/test_kernels_compile.py` compiles it on any machine, `pytest -m cuda` runs it, `matrix.py` has its
+# arithmetic.
 
 MEMORY = 222 << 10  # bytes of shared memory for all programs on a multiprocessor
 INPUT_BYTES = 8 * SLICE.value + 48  # of x, per slice: 4 columns of both halves, scale and sums

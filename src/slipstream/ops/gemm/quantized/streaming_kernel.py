@@ -1,4 +1,4 @@
-"""The kernel of `stream.py`, in Gluon: one warp loads FP8 or 4-bit weights and x by TMA, the others multiply.
+"""The kernel of `streaming.py`, in Gluon: one warp loads FP8 or 4-bit weights and x by TMA, the others multiply.
 
 A program computes GROUPS blocks, 1 or 3, of OUTPUTS outputs; each block has consumer warps of its own, and all blocks
 read the same tiles of x. A step loads WARPS slices of 64 bytes of each weight row. A consumer warp multiplies

@@ -53,6 +53,7 @@ OWN_DEPTH = {  # functions and classes that call themselves, decode JSON or hand
     "_Reader": "_MAX_DEPTH",
     **dict.fromkeys(["_render", "_compiled", "_answer"], "of a template, in a child process"),
     "_pythonic_as_json": "_MAX_DEPTH; expressions of Python's parser have no other limit",
+    "as_lark": "a converter of a library, which has no other limit",
     "as_text": "a string",
     **dict.fromkeys(["Tokenizer", "ScriptTokenizer"], "a text, or lists of them from Python"),
     **dict.fromkeys(["MaskPool", "NativeMatcher"], "again, once"),

@@ -87,6 +87,17 @@ def test_a_long_chain_of_references_compiles(kind):
         grammars.close()
 
 
+@pytest.mark.parametrize("grammar", ["start: {}\n", "root ::= {}\n"])  # Lark's and llama.cpp's syntax
+def test_a_grammar_of_many_parentheses_is_refused_by_that(grammar):
+    grammars = Grammars(lambda: TOKENIZER, VOCAB)
+    deep = StructuredOutputsParams(grammar=grammar.format("(" * 2000 + '"a"' + ")" * 2000))
+    try:
+        error = str(grammars.compile(deep).exception(PATIENCE))
+        assert "too deeply nested" in error or "too many parentheses" in error
+    finally:
+        grammars.close()
+
+
 def test_a_child_that_does_not_start_is_an_error_of_its_own():
     child = LimitedChild("slipstream.missing", max_seconds=1)
     for _ in range(2):

@@ -303,6 +303,8 @@ def as_lark(grammar: str) -> str:
 
     try:
         return any_to_lark(grammar)
+    except RecursionError:
+        raise BadGrammar("the grammar has too many parentheses in one another; write inner ones as rules") from None
     except Exception as error:  # the converter from GBNF raises plain exceptions
         raise BadGrammar(f"the grammar cannot be read: {error}") from None
 

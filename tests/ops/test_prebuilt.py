@@ -118,3 +118,39 @@ def test_a_wheel_answers_without_a_compiler(tmp_path, monkeypatch):
     with LLM(model, dequantize=True, **options) as llm:  # by torch: no kernel that an earlier test has chosen
         (wanted,) = llm.generate([[1, 2, 3]], SamplingParams(**params), use_tqdm=False)
     assert answer.stdout.strip() == str(wanted.outputs[0].token_ids)
+
+
+def run_wheel(script, *flags, path="", python=()):
+    command = [sys.executable, *python, str(script), *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=child_env() | {"PATH": path})
+
+
+@pytest.mark.skipif(platform.machine() not in LEVELS, reason="wheels are built on x86_64 and aarch64")
+def test_a_missing_compiler_is_a_note_and_an_old_one_is_found_before_compiling(tmp_path):
+    script = ROOT / "scripts" / "wheel"
+    done = run_wheel(script, "--out", str(tmp_path / "out"), path=str(tmp_path))
+    notes = done.stderr.splitlines()
+    assert done.returncode == 1 and len(notes) == len(LEVELS) and all("gcc is not installed" in each for each in notes)
+    gcc = tmp_path / "gcc"
+    gcc.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/calls; echo 'unknown: -march' >&2; exit 1\n")
+    gcc.chmod(0o755)
+    machine = platform.machine()
+    done = run_wheel(script, "--arch", machine, path=f"{tmp_path}:{os.environ['PATH']}")
+    level = LEVELS[machine][0].name
+    why = f"gcc cannot compile for {level}, install a newer one (unknown: -march)"
+    assert done.stderr == f"scripts/wheel: no wheel for {machine}: {why}\n"
+    assert done.returncode == 1 and "-fsyntax-only" in (tmp_path / "calls").read_text()
+
+
+def test_a_fresh_checkout_is_set_up_first(tmp_path):
+    """By any Python that has none of the packages."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    script = shutil.copy(ROOT / "scripts" / "wheel", tmp_path / "scripts")
+    setup = tmp_path / "scripts" / "setup"
+    python = tmp_path / ".venv" / "bin" / "python"
+    made = f"mkdir -p {python.parent}; printf '#!/bin/sh\\necho run by it: $@' > {python}; chmod +x {python}"
+    setup.write_text(f"#!/bin/sh\n{made}\n")
+    setup.chmod(0o755)
+    done = run_wheel(script, "--arch", "x86_64", path=os.environ["PATH"], python=("-I", "-S"))
+    assert done.returncode == 0 and done.stdout == f"run by it: {script} --arch x86_64\n", done.stderr

@@ -71,5 +71,5 @@ def test_generate_excludes_older_objects_from_its_first_line_on(monkeypatch):
 
     llm = SimpleNamespace(_sync_loop=SimpleNamespace(check_open=check_open))
     with pytest.raises(EngineClosed):
-        LLM._run(llm, None, [], None, False, None, None, None, add_special_tokens=True)
+        LLM._run(llm, None, [], None, False, None, None, None, None, add_special_tokens=True)
     assert seen[0] > 1000 and gc.get_freeze_count() == 0

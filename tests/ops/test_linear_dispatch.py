@@ -226,10 +226,10 @@ def test_a_library_chain_of_few_rows_can_be_streamed_for_adapters(gpu: Any) -> N
 @pytest.mark.parametrize(
     ("name", "weight", "dtype", "expected"),
     [
-        ("hopper", SMALL, torch.bfloat16, "0 -, 2 streamed, 257 library"),
-        ("hopper", LARGE, torch.bfloat16, "0 -, 3 streamed, 65 library"),
-        ("hopper", WIDE, torch.bfloat16, "0 -, 2 streamed, 64 library"),  # from 49 rows on, as the next
-        ("hopper", NARROW, torch.bfloat16, "0 -, 2 streamed, 64 library"),
+        ("hopper", SMALL, torch.bfloat16, "0 -, 2 streaming, 257 library"),
+        ("hopper", LARGE, torch.bfloat16, "0 -, 3 streaming, 65 library"),
+        ("hopper", WIDE, torch.bfloat16, "0 -, 2 streaming, 64 library"),  # from 49 rows on, as the next
+        ("hopper", NARROW, torch.bfloat16, "0 -, 2 streaming, 64 library"),
         ("hopper", SHORT_HEAD, torch.bfloat16, "0 -, 65 library"),
         ("hopper", UNALIGNED, torch.bfloat16, "0 -, 65 library"),
         ("hopper", SMALL, torch.float16, "0 -, 65 library"),

@@ -86,8 +86,8 @@ class Device:
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         """Host memory for copies to and from the device, as a numpy array and as a tensor of the same memory."""
-        tensor = HostRegion(num_bytes).data
-        return tensor.numpy(), tensor
+        region = HostRegion(num_bytes)
+        return region.array, region.data
 
     def large_host_buffer(self, num_bytes: int, file: int | None = None) -> tuple[Bytes, torch.Tensor]:
         """As `host_buffer`, of exactly this size: torch rounds pinned memory up to a power of two. `file`: the

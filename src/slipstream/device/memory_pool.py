@@ -14,6 +14,8 @@ import math
 import mmap
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from slipstream.base.errors import NotEnoughMemory
@@ -103,7 +105,8 @@ class HostRegion:
             raise MemoryError(f"{num_bytes} bytes: {error}") from None
         with contextlib.suppress(AttributeError, OSError):  # for fewer misses of the TLB
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)[:num_bytes]
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)[:num_bytes]
+        self.data = torch.from_numpy(self.array)
 
     def release(self) -> None:
         self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +17,11 @@ import pytest
 from serve.server_process import ServerProcess
 from slipstream import LLM
 from slipstream.base.errors import ModelNotFound
-from slipstream.checkpoint.locate import default_embedder, locate
+from slipstream.checkpoint.locate import DEFAULT_NAME, default_embedder, locate
+from slipstream.serve.cli.commands import MODULES
+from slipstream.serve.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +65,79 @@ def test_vectors_are_those_of_the_script_api_and_rerank_works_on_them(server):
     assert len(server.call("POST", "/embed", {"inputs": long})[1][0]) == 384  # TEI's way: cut, as /info says
     status, refused = server.call("POST", "/embed", {"inputs": long, "truncate": False})
     assert status == 413 and "256" in refused["error"]
+
+
+def blocks(page, language=""):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    """The lines of its shell blocks, without what follows a #."""
+    lines = [re.sub(r"\s+#.*", "", line) for block in blocks(page) for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("slipstream", "scripts/chat", "curl"))]
+
+
+SERVED = ("slipstream serve", "slipstream top", "curl")  # with a server, below
+NOT_RUN = ("slipstream bench", "slipstream eval", "slipstream replay")  # long, or of a file that the page does not have
+SHELL = [(page, line) for page in ("README.md", "docs/start.md") for line in commands(page)]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, server):
+    """A working folder with the files that the pages name."""
+    monkeypatch.chdir(tmp_path)
+    for name, target in (("to/model", locate(None).path), ("one", locate(None).path), ("two", default_embedder().path)):
+        folder = tmp_path / "path" / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            folder.symlink_to(target)
+        else:
+            folder.mkdir()
+            (folder / target.name).symlink_to(target)
+    Path("prompts.txt").write_text("What is 2 and 2?\n")
+    Path("documents.txt").write_text("Trams run on rails.\nYeast gives off gas.\n")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    Path("in.jsonl").write_text(json.dumps(line))
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("page", "line"), [each for each in SHELL if not each[1].startswith((*SERVED, *NOT_RUN))])
+def test_a_command_of_a_page_runs_as_written(page, line, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))  # for `slipstream chat`, a conversation on a terminal
+    if line.startswith("scripts/chat"):
+        assert 'slipstream" chat "$@"' in (ROOT / "scripts/chat").read_text()
+        line = line.replace("scripts/chat", "slipstream chat")
+    short = ["--max-tokens", "16"] if " chat" in line or " generate" in line else []
+    assert main([*shlex.split(line)[1:], "--num-threads", "1", *short]) == 0
+    assert capsys.readouterr().out.strip() or "run-batch" in line
+
+
+def test_every_command_of_the_pages_is_run_or_named_here():
+    assert {line.split()[1] for _, line in SHELL if "slipstream" in line} == MODULES.keys() - {"score", "version"}
+    assert all(any(line.startswith(each) for _, line in SHELL) for each in (*SERVED, *NOT_RUN))
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_the_request_of_the_readme_is_answered(server, capsys):
+    (line,) = [line for line in commands("README.md") if line.startswith("curl")]
+    done = subprocess.run(
+        shlex.split(line.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")), capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
+    (top,) = [line for _, line in SHELL if line.startswith("slipstream top")]
+    argv = top.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}").split()[1:]
+    assert main([*argv, "--once"]) == 0 and DEFAULT_NAME in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("place")
+def test_the_python_of_the_start_page_runs_as_written(capsys):
+    scripts = blocks("docs/start.md", "python")
+    (client,) = [script for script in scripts if "OpenAI" in script]
+    exec(next(script for script in scripts if "OpenAI" not in script), {})
+    assert "Yeast gives off gas." in capsys.readouterr().out
+    pytest.importorskip("openai")
+    (line,) = [line for line in commands("docs/start.md") if line.startswith("slipstream serve")]
+    server = ServerProcess(*shlex.split(line)[2:], "--max-model-len", "256")
+    exec(client.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), {})
+    assert server.stop() == 0 and "ChatCompletion(" in capsys.readouterr().out

@@ -180,6 +180,7 @@ def test_the_table_has_every_public_method():
     assert {name for name in dir(LLM) if not name.startswith("_")} - extra == set(CALLS)
 
 
+@pytest.mark.every_second("depth", "caller")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_call_neither_changes_the_callers_state_nor_depends_on_it(models, tmp_path, caller, depth):

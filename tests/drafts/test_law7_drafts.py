@@ -115,6 +115,7 @@ def of_grammars(model):
         return llm.generate(PROMPTS, SEEDED_GRAMMARS)
 
 
+@pytest.mark.every_second("method", "depth")
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("method", ["random", "draft_model", "eagle3", "dflash"])
 def test_rows_with_drafts_sit_out_while_their_masks_are_late(model, of_grammars, method, depth, tmp_path, monkeypatch):
@@ -166,6 +167,7 @@ def of_replayed(model):
         return llm.generate(PROMPTS, LAST_REPLAYED)
 
 
+@pytest.mark.every_second("depth", "kind")
 @pytest.mark.parametrize(("depth", "whole"), [(0, False), (2, True)])
 @pytest.mark.parametrize("kind", ["random", "ngram"])
 def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_replayed, depth, whole, kind):
@@ -186,6 +188,7 @@ def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_repla
         assert llm.core.executor.input_batch.rows.computed[-1] == 0, "the padding row has a length"
 
 
+@pytest.mark.every_second("depth", "is_replayed")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])
 def test_results_have_the_drafts_that_a_search_makes(model, wanted, depth, is_replayed):

@@ -123,6 +123,7 @@ def test_proposals_are_those_of_the_weights_that_are_meant(name, tmp_path, monke
     spy.check(reference, at_least=50, stride=7)
 
 
+@pytest.mark.every_second("name", "storage")
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "GPTQ, a plain part", "AWQ, plain MTP layer"])
 def test_memory_of_the_layer_is_planned_to_the_byte(name, storage, tmp_path):
     model, _ = CASES[name].write(tmp_path)
@@ -194,6 +195,7 @@ def test_weights_that_are_quantised_at_load(storage, tmp_path):
         assert memory.weights == sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.every_second("method", "storage")
 @pytest.mark.parametrize(("method", "write"), [("eagle", write_eagle), ("eagle3", write_eagle3)])
 def test_plain_heads_draft_for_quantised_models(method, write, storage, tmp_path):
     """With the model's embedding and, for `eagle`, its quantised projection to tokens."""
@@ -211,6 +213,7 @@ def test_plain_heads_draft_for_quantised_models(method, write, storage, tmp_path
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.every_second("method", "storage")
 @pytest.mark.parametrize(
     ("write", "method"),
     [(write_eagle, "w4a16"), (write_eagle3, "fp8 channel"), (write_dflash, "gptq 4"), (write_eagle3, "plain")],

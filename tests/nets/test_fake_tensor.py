@@ -143,6 +143,7 @@ def test_no_step_looks_at_a_value(folder, feature):
     assert drive(folder, [FEATURES[feature]]) > 4
 
 
+@pytest.mark.every_second("folder", "feature", "whole")
 @each_feature
 @pytest.mark.parametrize("whole", [True, False], ids=["one graph", "two graphs"])
 def test_no_captured_step_looks_at_a_value(folder, feature, whole):

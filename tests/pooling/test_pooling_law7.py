@@ -69,6 +69,7 @@ def run_one_by_one(folder, params, **options):
         return [bench.pool([prompt], own)[0] for prompt, own in zip(PROMPTS, each, strict=True)]
 
 
+@pytest.mark.every_second("method", "params")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("params", [EMBED, TOKENS, MIXED], ids=["embed", "tokens", "mixed"])
 def test_vectors_do_not_depend_on_scheduling(folder, method, params):

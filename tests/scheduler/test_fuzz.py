@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from repeats import seeds
 from scripted_bench import Bench
 from scripted_tokens import VOCAB, alone
 from slipstream.base.errors import QueueFull, RequestTooLarge
@@ -128,13 +129,13 @@ class Day:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", seeds(14, kept=7))
 def test_a_random_run_changes_no_tokens(seed: int, depth: int) -> None:
     Day(seed, depth).run(150)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", seeds(14, kept=7))
 def test_a_random_run_with_recurrent_states_changes_no_tokens(seed: int, depth: int) -> None:
     Day(seed, depth, has_states=True).run(150)
 

@@ -13,9 +13,14 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def seeds(number: int, kept: int) -> list[Any]:
+    """Seeds of a random test, of which the first `kept` run without --slow."""
+    return [seed if seed < kept else slow(seed) for seed in range(number)]
+
+
 def mark_repeats(items: list[pytest.Item]) -> None:
-    """Marks every second pair of values as slow where a test is marked `every_second` of two of its parameters: each
-    value of either is in pairs that are not."""
+    """Marks every second combination of values as slow where a test is marked `every_second` of its parameters: each
+    value is in combinations that are not."""
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # by test, parameter and identity of the value
     for item in items:
         pair = item.get_closest_marker("every_second")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from repeats import seeds
 from scripted_bench import Bench
 from scripted_tokens import VOCAB
 from slipstream.scheduler.cache import tier as tier_module
@@ -151,7 +152,7 @@ def test_a_plan_with_many_loads_admits_no_more_requests(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, kept=3))
 def test_random_runs_with_few_pages_change_no_tokens(seed: int, depth: int) -> None:
     bench = random_run(seed, depth)
     assert bench.executor.pages.num_loaded

@@ -212,6 +212,7 @@ class Counting:
         return {}
 
 
+@pytest.mark.every_second("depth", "has_processors", "num_checkpoints")
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(
     ("has_processors", "num_checkpoints"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import msgspec
+import numpy as np
 import pytest
 
+import scripted_core
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
 from slipstream.front.results import LogprobStore
@@ -126,6 +129,41 @@ def count_calls(monkeypatch, turns: _Turns, owner: object, name: str, size=lambd
     monkeypatch.setattr(owner, name, counted)
 
 
+TEXTS = [f"text {index}" for index in range(100)]
+SHAPES = {"embed": (2048,), "classify": (1024,), "token_embed": (8, 256), "token_classify": (8, 256), "sparse": (999,)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}),
+        ("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}),
+        *(("/pooling", {"input": TEXTS * 2, "task": task}) for task in SHAPES),
+        ("/classify", {"input": TEXTS}),
+        ("/embed", {"inputs": TEXTS}),
+        ("/embed_all", {"inputs": TEXTS}),
+        ("/embed_sparse", {"inputs": TEXTS}),
+        ("/api/embed", {"model": "tiny", "input": TEXTS}),
+        ("/v2/embed", {"model": "tiny", "texts": TEXTS, "embedding_types": ["float", "base64", "binary"]}),
+    ],
+)
+def test_other_requests_run_between_the_pieces_of_arrays(folder, monkeypatch, path, body):
+    encoded = _Turns()
+    count_calls(monkeypatch, encoded, response.msgspec.json, "encode", len)
+    count_calls(monkeypatch, encoded, response, "_encode", len)
+    monkeypatch.setattr(scripted_core, "_SHAPES", {task: lambda _, own=own: own for task, own in SHAPES.items()})
+
+    async def scenario(door):
+        encoded.run()
+        exchange = await door.post(path, body)
+        assert exchange.status == 200, exchange.body
+        assert encoded.total > 250_000 and encoded.most < 80_000
+        assert exchange.parsed()
+
+    pooling = msgspec.structs.replace(EVERY_TASK, embed_size=2048, token_size=256, num_labels=1024)
+    at_door(folder, scenario, model={"pooling": pooling})
+
+
 MANY = {"max_tokens": 200, "n": 16}
 LONG_PROMPT = {"prompt": [list(b"abcdefgh" * 64)] * 8, "max_tokens": 1}
 
@@ -163,3 +201,9 @@ def test_other_requests_run_between_the_pieces_of_a_large_answer(folder, monkeyp
         assert exchange.parsed()
 
     at_door(folder, scenario, model={"max_model_len": 2**15}, max_logprobs=20)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1024,), (1025,), (5000,), (3, 5), (40, 100), (2, 3000), (0, 4)])
+def test_an_array_in_pieces_has_the_numbers_of_the_array(shape):
+    array = np.random.default_rng(0).standard_normal(shape, np.float32)
+    assert json.loads(b"".join(response.json_pieces({"data": response.json_array(array)}))) == {"data": array.tolist()}

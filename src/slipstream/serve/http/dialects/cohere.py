@@ -32,15 +32,18 @@ from slipstream.serve.http.generation.dialect import (
 )
 from slipstream.serve.http.generation.fields import Refused, check_fields, given_fields, refuse
 from slipstream.serve.http.generation.tools import Tools
+from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, size_of, usage_of
 from slipstream.serve.http.server.error_formats import COHERE_EVENTS
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import (
     DONE,
+    JsonList,
     Response,
     StreamingResponse,
     json_response,
+    large_response,
     named_event,
 )
 
@@ -441,7 +444,9 @@ async def create_cohere_embed(request: Request, body: CohereEmbedRequest) -> Res
     for kind in kinds:
         setattr(vectors, "float_" if kind == "float" else kind, _written(arrays, kind))
     meta = CohereEmbedMeta(CohereApiVersion("2"), {"input_tokens": usage_of(found).prompt_tokens})
-    return json_response(CohereEmbedResponse(f"embed-{request.id}", vectors, body.texts, meta))
+    return await large_response(
+        request.state.pieces, CohereEmbedResponse(f"embed-{request.id}", vectors, body.texts, meta)
+    )
 
 
 def _own(body: CohereEmbedRequest, chosen: Chosen) -> dict[str, Any]:
@@ -465,13 +470,11 @@ def _prompt_name(chosen: Chosen, kind: str | None) -> str | None:
     return next((name for name in _PROMPTS.get(kind or "", ()) if name in prompts), None)
 
 
-def _written(arrays: list[Any], kind: str) -> list[Any]:
-    if kind == "float":
-        return [array.tolist() for array in arrays]
-    if kind == "base64":
-        return [np.ascontiguousarray(array, "<f4").data.cast("B") for array in arrays]
-    bits = [np.packbits(np.asarray(array) > 0) for array in arrays]  # one bit per dimension, eight to a number
-    return [(each.astype(np.int16) - 128).tolist() if kind == "binary" else each.tolist() for each in bits]
+def _written(arrays: list[Any], kind: str) -> JsonList:
+    if kind in ("float", "base64"):
+        return JsonList(written(arrays, kind))
+    bits = (np.packbits(np.asarray(array) > 0) for array in arrays)  # one bit per dimension, eight to a number
+    return JsonList((each.astype(np.int16) - 128).tolist() if kind == "binary" else each.tolist() for each in bits)
 
 
 COHERE_EMBED_ROUTES = [

@@ -19,7 +19,16 @@ from slipstream.serve.http.generation.tools import ChatFormats
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, run, size_of, usage_of
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, get, post, refused
-from slipstream.serve.http.server.response import JSON, JSON_LINES, Response, json_line, json_response
+from slipstream.serve.http.server.response import (
+    JSON,
+    JSON_LINES,
+    JsonList,
+    Response,
+    json_array,
+    json_line,
+    json_response,
+    large_response,
+)
 
 API_VERSION = "0.12.6"  # of Ollama's API: clients compare it with the version that they need
 _TASKS = ("generate", *POOLING_TASKS)
@@ -223,9 +232,10 @@ async def create_embed(request: Request, body: OllamaEmbedRequest) -> Response:
     request.check_count(len(texts), "input")
     own = {} if body.dimensions is None else {"dimensions": body.dimensions}
     found = await _embed(request, body, texts, body.truncate is not False, own) if texts else []
-    vectors = [array.tolist() for array in arrays_of(found)]
+    vectors: Any = JsonList(map(json_array, arrays_of(found)))
     total = time.perf_counter_ns() - began
-    return json_response(OllamaEmbedResponse(body.model, vectors, total, 0, usage_of(found).prompt_tokens))
+    answer = OllamaEmbedResponse(body.model, vectors, total, 0, usage_of(found).prompt_tokens)
+    return await large_response(request.state.pieces, answer)
 
 
 async def create_old_embedding(request: Request, body: OldEmbedRequest) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -32,7 +33,7 @@ from slipstream.serve.http.pooling.run import (
 )
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
-from slipstream.serve.http.server.response import Response, json_response
+from slipstream.serve.http.server.response import JsonList, Response, json_array, large_response
 
 
 class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
@@ -81,16 +82,15 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     if (text := short_text(given)) is not None:
         pooled, num_tokens = await run_text(request, chosen, text, params, body.prompt_name)
         (vector,) = written([pooled.array()], body.encoding_format)
-        data = [EmbeddingObject("embedding", 0, vector)]
-        return json_response(EmbeddingResponse("list", data, chosen.name, PoolUsage(num_tokens, num_tokens)))
+        data: Any = [EmbeddingObject("embedding", 0, vector)]
+        answer = EmbeddingResponse("list", data, chosen.name, PoolUsage(num_tokens, num_tokens))
+        return await large_response(request.state.pieces, answer)
     prompts, size = prompts_of(request, given)
     pooling_call = encode(chosen.inputs, prompts, params, "embed", prompt_name=body.prompt_name)
     found, _ = await run(request, chosen, pooling_call, size)
-    data = [
-        EmbeddingObject("embedding", index, vector)
-        for index, vector in enumerate(written(arrays_of(found), body.encoding_format))
-    ]
-    return json_response(EmbeddingResponse("list", data, chosen.name, usage_of(found)))
+    vectors = written(arrays_of(found), body.encoding_format)
+    data = JsonList(EmbeddingObject("embedding", index, vector) for index, vector in enumerate(vectors))
+    return await large_response(request.state.pieces, EmbeddingResponse("list", data, chosen.name, usage_of(found)))
 
 
 _OF_MESSAGES = (
@@ -125,11 +125,11 @@ async def _message_ids(
     return await request.state.off_loop(prompt_chars(messages, body.chat_template_kwargs), tokenise)
 
 
-def written(arrays: list[Any], encoding: str | None) -> list[Any]:
-    """Returns lists of numbers, or the bytes of little-endian float32, which msgspec encodes as base64."""
+def written(arrays: Iterable[Any], encoding: str | None) -> Iterator[Any]:
+    """Numbers, or the bytes of little-endian float32, which msgspec encodes as base64."""
     if encoding == "base64":
-        return [np.ascontiguousarray(array, "<f4").data.cast("B") for array in arrays]
-    return [array.tolist() for array in arrays]
+        return (np.ascontiguousarray(array, "<f4").data.cast("B") for array in arrays)
+    return map(json_array, arrays)
 
 
 ROUTES = [
@@ -190,18 +190,18 @@ async def create_pooling(request: Request, body: PoolingRequest) -> Response:
     params = pooling_params(request, body, chosen.inputs.pooling, **own)
     pooling_call = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
     found, _ = await run(request, chosen, pooling_call, size)
-    arrays = [sparse_weights(one.outputs) for one in found] if task == "sparse" else arrays_of(found)
-    data = [
-        PoolingObject(index, "pooling", each)
-        for index, each in enumerate(arrays if task == "sparse" else written(arrays, body.encoding_format))
-    ]
-    usage = usage_of(found)
-    return json_response(PoolingResponse(f"pool-{request.id}", "list", int(time.time()), chosen.name, data, usage))
+    if task == "sparse":
+        values: Iterator[Any] = (sparse_weights(one.outputs) for one in found)
+    else:
+        values = written(arrays_of(found), body.encoding_format)
+    data: Any = JsonList(PoolingObject(index, "pooling", each) for index, each in enumerate(values))
+    pooled = PoolingResponse(f"pool-{request.id}", "list", int(time.time()), chosen.name, data, usage_of(found))
+    return await large_response(request.state.pieces, pooled)
 
 
-def sparse_weights(found: SparseOutput) -> list[SparseWeight]:
+def sparse_weights(found: SparseOutput) -> JsonList:
     pairs = zip(found.indices.tolist(), found.array.tolist(), strict=True)
-    return [SparseWeight(index, value) for index, value in pairs]
+    return JsonList((SparseWeight(index, value) for index, value in pairs), 256)
 
 
 class ClassifyRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
@@ -237,12 +237,14 @@ async def create_classification(request: Request, body: ClassifyRequest) -> Resp
     params = pooling_params(request, body, chosen.inputs.pooling, **_activation(body, "classify"))
     pooling_call = encode(chosen.inputs, prompts, params, "classify", prompt_name=body.prompt_name)
     found, _ = await run(request, chosen, pooling_call, size)
-    data = [
+    data: Any = JsonList(
         ClassifyObject(index, one.outputs.label, one.outputs.probs, one.outputs.num_classes)
         for index, one in enumerate(found)
-    ]
-    usage = usage_of(found)
-    return json_response(ClassifyResponse(f"classify-{request.id}", "list", int(time.time()), chosen.name, data, usage))
+    )
+    classified = ClassifyResponse(
+        f"classify-{request.id}", "list", int(time.time()), chosen.name, data, usage_of(found)
+    )
+    return await large_response(request.state.pieces, classified)
 
 
 def _activation(body: PoolingRequest | ClassifyRequest, task: Task) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from slipstream.serve.http.pooling.run import (
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
 from slipstream.serve.http.server.errors import bad_request, invalid_body
 from slipstream.serve.http.server.request import Endpoint, Request, Route, get, post
-from slipstream.serve.http.server.response import Response, json_response
+from slipstream.serve.http.server.response import JsonList, Response, json_array, json_response, large_response
 
 Direction = Literal["left", "right", "Left", "Right"]
 
@@ -73,19 +73,22 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
         params = pooling_params(request, body, chosen.inputs.pooling, "embed", truncates=True, **truncation, **own)
         pooled, _ = await run_text(request, chosen, text, params, body.prompt_name)
         return json_response([pooled.array().tolist()])
-    found = await _encode(request, body, "embed", own)
-    return json_response([array.tolist() for array in arrays_of(found)])
+    return await _vectors(request, await _encode(request, body, "embed", own))
 
 
 async def embed_all(request: Request, body: TokensRequest) -> Response:
     """Embeds each token, without normalising."""
     found = await _encode(request, body, "token_embed", {"normalize": False})
-    return json_response([array.tolist() for array in arrays_of(found)])
+    return await _vectors(request, found)
+
+
+async def _vectors(request: Request, found: list[Any]) -> Response:
+    return await large_response(request.state.pieces, JsonList(map(json_array, arrays_of(found))))
 
 
 async def embed_sparse(request: Request, body: TokensRequest) -> Response:
     found = await _encode(request, body, "sparse", {})
-    return json_response([sparse_weights(one.outputs) for one in found])
+    return await large_response(request.state.pieces, JsonList(sparse_weights(one.outputs) for one in found))
 
 
 async def _encode(request: Request, body: EmbedRequest | TokensRequest, task: Task, own: dict[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -93,6 +93,17 @@ class JsonList:
         yield b"[]" if before == b"[" else b"]"
 
 
+def json_array(array: Any) -> Any:
+    """The numbers of an array of one or two dimensions; a JsonList of those of a large one."""
+    if array.size <= _FEW:
+        return array.tolist()
+    if array.ndim == 2:
+        return JsonList(map(json_array, array))
+    parts = (array[start : start + _FEW].tolist() for start in range(0, array.size, _FEW))
+    return JsonList(chain.from_iterable(parts), _FEW)
+
+
+_FEW = 1024  # numbers that are encoded at once: some kilobytes
 _HOLE = msgspec.Raw(b"\0")  # no other JSON has this byte
 
 

@@ -9,6 +9,7 @@ import torch
 
 from delayed_device import DelayedDevice
 from law7 import PROMPTS, options_of
+from law7_engine import preempt_after
 from replay_device import ReplayDevice
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.base.errors import InvalidAdapter, InvalidOption, InvalidParams
@@ -115,11 +116,14 @@ def test_a_mixed_batch_gives_what_merged_weights_give(model, adapters, wanted, c
     loras = mixed(adapters, 2 * len(PROMPTS))
     device = DelayedDevice(2) if cell["depth"] == 2 else None
     with start(model, device, **cell) as llm:
+        if "preempted" in cell:
+            preempt_after(llm, 12)
         results = llm.generate(PROMPTS * 2, GREEDY, use_tqdm=False, lora_request=loras)
         llm.core.scheduler.check()
         again = llm.generate(PROMPTS * 2, GREEDY, use_tqdm=False, lora_request=loras[::-1])
         plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         llm.core.scheduler.check()
+        assert llm.core.scheduler.num_preemptions or "preempted" not in cell
     assert [result.lora_request for result in results] == loras
     check(results, loras, wanted)
     check(again, loras[::-1], wanted)

@@ -9,6 +9,7 @@ import torch
 
 import law7
 from delayed_device import DelayedDevice
+from law7_engine import preempt_after
 from pool_bench import PoolBench, assert_same, rewrite, write_reward_model
 from slipstream.device.device import Device
 from slipstream.params.pooling import PoolingParams
@@ -169,7 +170,9 @@ def test_a_late_device_changes_nothing(folder, side_by_side, depth):
     method, prompts, params, wanted = side_by_side
     cell = dict(chunked=True, cached=True, preempted=True, depth=depth, late=True)
     with make(folder, **cell, pooling_type=method) as bench:
+        preempt_after(bench, 8)
         assert_same(bench.pool(prompts, params), wanted)
+        assert bench.core.scheduler.num_preemptions
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

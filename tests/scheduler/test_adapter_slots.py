@@ -186,7 +186,10 @@ def test_random_requests_aborts_and_preemptions(seed):
                 while bench.num_in_flight > bench.depth:
                     bench.outputs += bench.scheduler.commit(bench.executor.wait())
             bench.scheduler.check()
+        if chance.random() < 0.2:
+            bench.preempt_any(chance)
     run(bench, slots, 2000)
+    assert bench.scheduler.num_preemptions
     assert not bench.scheduler.adapters._parked and bench.scheduler.adapters._num_running == 0
 
 

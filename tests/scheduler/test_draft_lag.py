@@ -132,7 +132,10 @@ def test_rows_with_drafts_lack_no_entries(seed: int) -> None:
             prompt = shared[: rng.randint(0, 14)] + [rng.randrange(90) for _ in range(rng.randint(1, 5))]
             bench.submit(prompt, n=rng.choice([1, 1, 2]), max_tokens=rng.randint(1, 16), seed=seed)
             bench.step()
+            if rng.random() < 0.5:
+                bench.preempt_any(rng)
         bench.run()
+    assert bench.scheduler.num_preemptions
     for request in bench.requests:
         bench.check_tokens(request)
     executor = bench.executor

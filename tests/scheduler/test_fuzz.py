@@ -110,11 +110,14 @@ class Day:
             if rng.random() < 0.08:
                 self.abort()
             bench.step()
+            if rng.random() < (0.06 if bench.scheduler.num_preemptions else 0.5):  # pages may never run out
+                bench.preempt_any(rng)
             if bench.num_in_flight and rng.random() < 0.1:
                 bench.commit()
             if step % 4 == 0:
                 bench.scheduler.check()
         bench.run()
+        assert bench.scheduler.num_preemptions
         for request in bench.requests:
             assert request.status is Status.FINISHED
             if request.pooling is not None:

@@ -23,11 +23,13 @@ def make(
     speculative_config=None,
     kv_cache_dtype="auto",
     tensor_parallel_size=1,
+    preempt_at=None,
     **cell,
 ):
-    """An LLM for one cell of the matrix."""
+    """An LLM for one cell of the matrix. `preempt_at`: step after which a cell with preemption preempts all rows, when
+    they have drawn some tokens and draw more."""
     rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-    return LLM(
+    llm = LLM(
         model,
         skip_tokenizer_init=False,
         use_tqdm_on_load=False,
@@ -38,6 +40,16 @@ def make(
         **options_of(few_pages=21, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )
+    if cell.get("preempted"):
+        preempt_after(llm, preempt_at or (15 if cell.get("chunked") else 4))
+        close = llm.close
+
+        def check_and_close():
+            assert llm.core.scheduler.num_preemptions, "no request was preempted"
+            close()
+
+        llm.close = check_and_close
+    return llm
 
 
 def flat(results):

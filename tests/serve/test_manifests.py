@@ -15,6 +15,7 @@ from slipstream.serve.http.admin.system import ROUTES
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 DEPLOY = Path(__file__).parents[2] / "deploy"
+CACHE = "/home/slipstream/.cache"  # the volume of the Dockerfile
 
 
 def fields(required: str = "", **known: Any) -> dict[str, Any]:
@@ -39,11 +40,13 @@ COMPOSE = {
     "additionalProperties": False,
     "patternProperties": {"^x-": {}},
     "properties": {
+        "volumes": {"type": "object", "additionalProperties": {"type": "null"}},
         "services": {
             "type": "object",
             "additionalProperties": fields(
                 "image", image=TEXT, build=fields("context", context=TEXT, dockerfile=TEXT), command=TEXTS,
-                volumes=TEXTS, ports=TEXTS, depends_on=CONDITIONS, stop_grace_period={"pattern": r"^\d+s$"},
+                volumes=TEXTS, ports=TEXTS, depends_on=CONDITIONS, environment=NAMED,
+                stop_grace_period={"pattern": r"^\d+s$"},
                 restart={"enum": ["no", "always", "on-failure", "unless-stopped"]},
             ),
         }
@@ -65,13 +68,19 @@ CONTAINER = fields(
 )  # fmt: skip
 POD = fields(
     "containers", containers={"type": "array", "items": CONTAINER}, terminationGracePeriodSeconds=NUMBER,
-    securityContext=fields(runAsNonRoot=FLAG, runAsUser=NUMBER, seccompProfile=fields("type", type=TEXT)),
+    securityContext=fields(runAsNonRoot=FLAG, runAsUser=NUMBER, fsGroup=NUMBER,
+                           seccompProfile=fields("type", type=TEXT)),
     volumes={"type": "array", "items": fields(
-        "name", name=TEXT, persistentVolumeClaim=fields("claimName", claimName=TEXT, readOnly=FLAG))},
+        "name", name=TEXT, persistentVolumeClaim=fields("claimName", claimName=TEXT, readOnly=FLAG),
+        emptyDir=fields(sizeLimit=TEXT))},
 )  # fmt: skip
 META = fields("name", name=TEXT, labels=NAMED)
 KINDS = {
     "Secret": fields("stringData", metadata=META, type=TEXT, stringData=NAMED),
+    "PersistentVolumeClaim": fields(
+        "spec", metadata=META,
+        spec=fields("accessModes resources", accessModes=TEXTS, resources=fields("requests", requests=AMOUNTS)),
+    ),
     "Deployment": fields(
         "spec", metadata=META,
         spec=fields(
@@ -85,7 +94,7 @@ KINDS = {
             "type": "array", "items": fields("port", name=TEXT, port=NUMBER, targetPort=TEXT)}),
     ),
 }  # fmt: skip
-VERSIONS = {"Secret": "v1", "Deployment": "apps/v1", "Service": "v1"}
+VERSIONS = {"Secret": "v1", "PersistentVolumeClaim": "v1", "Deployment": "apps/v1", "Service": "v1"}
 
 
 def settings_of(command: list[str]) -> ServerSettings:
@@ -108,6 +117,9 @@ def test_the_compose_file():
         assert float(each["stop_grace_period"].removesuffix("s")) > settings.drain_timeout
     urls = settings_of(services["front"]["command"]).replica_urls
     assert sorted(urls) == [f"http://{name}:8000" for name in engines]
+    keys = [services[name]["environment"]["SLIPSTREAM_API_KEY"] for name in engines]
+    assert all(key.startswith("${SLIPSTREAM_API_KEY:?") for key in keys) and "environment" not in services["front"]
+    assert all(f"cache:{CACHE}" in services[name]["volumes"] for name in engines) and "cache" in found["volumes"]
     assert services["front"]["depends_on"] == {name: {"condition": "service_healthy"} for name in engines}
 
 
@@ -134,6 +146,9 @@ def test_the_kubernetes_manifests():
     assert secret["name"] == found["Secret"]["metadata"]["name"] and secret["key"] in found["Secret"]["stringData"]
     assert variable["name"] == "SLIPSTREAM_API_KEY" and "api_key" in ServerSettings.__struct_fields__
     assert [each["name"] for each in container["volumeMounts"]] == [each["name"] for each in pod["volumes"]]
+    assert CACHE in [each["mountPath"] for each in container["volumeMounts"]]
+    claim = pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
 
 
 def test_a_field_that_does_not_exist_is_found():

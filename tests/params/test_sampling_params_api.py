@@ -13,7 +13,7 @@ import pytest
 
 from slipstream import RequestOutputKind, SamplingParams
 from slipstream.base.errors import InvalidParams
-from slipstream.params.values import is_deep, is_deep_json
+from slipstream.params.values import MAX_HOLDERS, is_deep, is_deep_json, is_wide_json
 
 VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())["classes"]["SamplingParams"]
 INTERNAL = {"skip_clone", "output_text_buffer_length", "routed_experts_prompt_start"}
@@ -123,6 +123,12 @@ def test_the_depth_of_json_is_that_of_its_value():
             assert is_deep(value, limit) == (depth > limit), (text, limit)
         found.add(depth)
     assert found == set(range(9))
+
+
+def test_brackets_in_texts_are_no_objects():
+    inner = ", ".join(["{}", "[]"] * (MAX_HOLDERS // 2))
+    assert is_wide_json(f"[{inner}]".encode()) and not is_wide_json(f"[{inner[4:]}]".encode())
+    assert not is_wide_json(json.dumps(["[{" * MAX_HOLDERS, '"[' * MAX_HOLDERS]).encode())
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, '"a" ]]' + "[" * 1000, '{"a": "' + "[" * 1000])

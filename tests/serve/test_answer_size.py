@@ -203,6 +203,24 @@ def test_other_requests_run_between_the_pieces_of_a_large_answer(folder, monkeyp
     at_door(folder, scenario, model={"max_model_len": 2**15}, max_logprobs=20)
 
 
+@pytest.mark.parametrize(
+    "body", [{"prompt": "abcd " * 10**4, "return_token_strs": True}, {"inputs": ["abcd " * 10**3] * 10}]
+)
+def test_other_requests_run_between_the_pieces_of_token_lists(folder, monkeypatch, body):
+    encoded = _Turns()
+    count_calls(monkeypatch, encoded, response.msgspec.json, "encode", len)
+    count_calls(monkeypatch, encoded, response, "_encode", len)
+
+    async def scenario(door):
+        encoded.run()
+        answer = (await door.post("/tokenize", body)).json()
+        assert encoded.total > 250_000 and encoded.most < 80_000
+        tokens = answer["token_strs"] if "prompt" in body else [token["text"] for token in answer[-1]]
+        assert "".join(tokens) == body.get("prompt", "abcd " * 10**3)
+
+    at_door(folder, scenario)
+
+
 @pytest.mark.parametrize("shape", [(0,), (1,), (1024,), (1025,), (5000,), (3, 5), (40, 100), (2, 3000), (0, 4)])
 def test_an_array_in_pieces_has_the_numbers_of_the_array(shape):
     array = np.random.default_rng(0).standard_normal(shape, np.float32)

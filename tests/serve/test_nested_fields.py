@@ -193,6 +193,13 @@ def test_a_deep_value_in_any_place_is_no_failure(send, route, kind):
             assert levels < MAX_DEPTH or f"nested too deeply; the limit is {MAX_DEPTH} " in answer.said, place
 
 
+def test_a_body_of_many_objects_is_refused_before_it_is_decoded(send, monkeypatch):
+    monkeypatch.setattr("slipstream.params.values.MAX_HOLDERS", 1000)
+    for value in ([{}] * 1000, {str(index): [] for index in range(1000)}):
+        answer = send("/v1/chat/completions", BODIES["/v1/chat/completions"] | {"metadata": value})
+        assert answer.status == 400 and "too many objects and arrays; the limit is " in answer.said
+
+
 WRONG_PARTS = [
     ("/v1/responses", {"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
     ("/v1/responses", {"role": "user", "content": [{"type": "input_text", "text": 5}]}, "content[0].text"),

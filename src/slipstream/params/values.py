@@ -10,15 +10,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.base.errors import InvalidParams
 
 MAX_COUNT = 2**31 - 1  # of tokens
 MAX_BIAS = 100.0
 MAX_DEPTH = 100  # objects and arrays inside one another, in what a client sends
+MAX_HOLDERS = 100_000  # objects and arrays in a body: each takes a microsecond or two in the event loop
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # 1 and -1
 _OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
-_HOLDERS = (list, tuple, Mapping)
+_HOLDERS = (dict, list, tuple, Mapping)
+_PLAIN = {str, int, float, bool, type(None)}
 _STRING = re.compile(rb'"[^"]*"')
 
 
@@ -90,17 +93,28 @@ def is_deep_json(text: str | bytes, limit: int = MAX_DEPTH) -> bool:
     source = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if source.count(b"[") + source.count(b"{") <= limit:
         return False
+    return bool(np.cumsum(_steps(source), dtype=np.int32).max(initial=0) > limit)
+
+
+def is_wide_json(source: bytes) -> bool:
+    """Whether it has more than MAX_HOLDERS objects and arrays."""
+    if source.count(b"[") + source.count(b"{") <= MAX_HOLDERS:
+        return False
+    return bool(np.count_nonzero(_steps(source) > 0) > MAX_HOLDERS)
+
+
+def _steps(source: bytes) -> NDArray[np.int8]:
+    """1 for the start of each object and array, -1 for its end."""
     bare = source.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
-    steps = np.frombuffer(_STRING.sub(b"", bare).translate(_BRACKETS), np.int8)
-    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > limit)
+    return np.frombuffer(_STRING.sub(b"", bare).translate(_BRACKETS), np.int8)
 
 
 def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
     """Whether more than `limit` objects, lists and tuples are inside one another."""
     level = [value]
     for _ in range(limit):
-        holders = (each.values() if isinstance(each, Mapping) else each for each in level if isinstance(each, _HOLDERS))
-        level = [inner for holder in holders for inner in holder]
+        holders = [each for each in level if type(each) not in _PLAIN and isinstance(each, _HOLDERS)]
+        level = [inner for each in holders for inner in (each.values() if isinstance(each, Mapping) else each)]
         if not level:
             return False
     return any(isinstance(each, _HOLDERS) for each in level)

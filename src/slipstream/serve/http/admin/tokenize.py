@@ -13,7 +13,7 @@ from slipstream.serve.http.pooling.run import size_of
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
 from slipstream.serve.http.server.errors import as_http_error, bad_request
 from slipstream.serve.http.server.request import Request, get, post
-from slipstream.serve.http.server.response import Response, json_response
+from slipstream.serve.http.server.response import JsonList, Response, json_response, large_response
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -85,10 +85,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         return tokenizer.encode(text, body.add_special_tokens is True)
 
     tokens = await request.state.off_loop(size, tokenise)
-    texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
-    return json_response(TokenizeResponse(len(tokens), served.max_num_tokens, tokens, texts))
+    shown: Any = JsonList(tokens, _EACH)
+    texts: Any = JsonList(map(tokenizer.text_of, tokens), _EACH) if body.return_token_strs else None
+    answer = TokenizeResponse(len(tokens), served.max_num_tokens, shown, texts)
+    return await large_response(request.state.pieces, answer)
 
 
+_EACH = 512  # tokens that are encoded at once
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")
 
 
@@ -103,13 +106,17 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     served = request.state.engine.model(body.model)
     tokenizer = _tokenizer(served)
     request.set_input_field("tokens")
-    for token in body.tokens:
-        if not 0 <= token < served.description.vocab_size:
-            raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
+    _check_ids(body.tokens, served)
     text = await request.state.off_loop(
         len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
     )
     return json_response(DetokenizeResponse(text))
+
+
+def _check_ids(ids: list[int], served: ServedModel) -> None:
+    for token in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token < served.description.vocab_size:
+            raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
 
 
 def _tokenizer(served: ServedModel) -> Tokenizer:
@@ -214,7 +221,8 @@ async def tei_tokenize(
         found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
 
-    return json_response(await request.state.off_loop(size_of(texts), tokenise))
+    found = await request.state.off_loop(size_of(texts), tokenise)
+    return await large_response(request.state.pieces, JsonList(JsonList(each, _EACH) for each in found))
 
 
 def check_chars(size: int, name: str) -> None:
@@ -248,9 +256,7 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     for ids in lists:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise bad_request("ids must be a list of token ids, or a list of such lists", "ids")
-        for token in ids:
-            if not 0 <= token < served.description.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
+        _check_ids(ids, served)
     size = sum(map(len, lists))
 
     def decode() -> list[str]:

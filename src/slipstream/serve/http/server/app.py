@@ -18,7 +18,7 @@ import msgspec
 from slipstream.front.request_state import GenerationRequestState
 from slipstream.metrics.stats import Traces
 from slipstream.params.sampling import SamplingParams
-from slipstream.params.values import MAX_DEPTH, is_deep_json
+from slipstream.params.values import MAX_DEPTH, MAX_HOLDERS, is_deep_json, is_wide_json
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.body import ClientDisconnect, Watch, check_origin, read_form
 from slipstream.serve.http.server.error_formats import in_format_of
@@ -222,6 +222,8 @@ class App:
 def _decoded_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     if is_deep_json(body):
         raise bad_request(f"the body is nested too deeply; the limit is {MAX_DEPTH} objects and arrays in one another")
+    if is_wide_json(body):
+        raise bad_request(f"the body has too many objects and arrays; the limit is {MAX_HOLDERS}, send it in parts")
     try:
         return decoder.decode(body.removeprefix(BOM_UTF8))  # .NET's writers put it before a text
     except msgspec.ValidationError as error:

@@ -97,10 +97,11 @@ def json_array(array: Any) -> Any:
     """The numbers of an array of one or two dimensions; a JsonList of those of a large one."""
     if array.size <= _FEW:
         return array.tolist()
-    if array.ndim == 2:
+    if array.ndim == 2 and array.shape[1] > _FEW:
         return JsonList(map(json_array, array))
-    parts = (array[start : start + _FEW].tolist() for start in range(0, array.size, _FEW))
-    return JsonList(chain.from_iterable(parts), _FEW)
+    each = _FEW // array.shape[1] if array.ndim == 2 else _FEW
+    parts = (array[start : start + each].tolist() for start in range(0, len(array), each))
+    return JsonList(chain.from_iterable(parts), each)
 
 
 _FEW = 1024  # numbers that are encoded at once: some kilobytes

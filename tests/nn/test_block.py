@@ -18,12 +18,15 @@ from slipstream.contracts.cache_spec import CacheGroup
 from slipstream.nn.block import MIXERS
 from slipstream.nn.chains import CudaChain, FusedCpu
 from slipstream.nn.decoder import Decoder, DecoderShape, RopeShape
+from slipstream.nn.drafters.dflash import BlockAttention
+from slipstream.nn.layers.layer import Layout
 from slipstream.nn.paged_attention import TritonAttention
 from slipstream.nn.sdpa import SdpaAttention, reads_pages
 from slipstream.nn.shapes import (
     AttentionShape,
     DeltaShape,
     ExpertShape,
+    LatentShape,
     LayerShape,
     MixerShape,
     MlpShape,
@@ -170,13 +173,15 @@ RECURRENT = [
     Mamba2Shape(num_heads=2, head_dim=16, num_groups=1, state_size=4, conv_width=4),
     ShortConvShape(size=32, conv_width=3),
 ]
+LATENT_SIZES = LatentShape(kv_rank=16, q_rank=0, nope_dim=8, rope_dim=8, value_dim=8, interleaved=False)
+LATENT = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=24, scale=0.25, latent=LATENT_SIZES)
 EXPERTS = ExpertShape(num_experts=4, size=16, router=RouterRule(top_k=2))
 
 
 @pytest.mark.parametrize(
     "layer",
     [
-        *(pytest.param(replace(WHOLE, mixers=(shape,)), id=type(shape).__name__) for shape in RECURRENT),
+        *(pytest.param(replace(WHOLE, mixers=(shape,)), id=type(shape).__name__) for shape in (*RECURRENT, LATENT)),
         pytest.param(replace(WHOLE, feed=EXPERTS), id="experts"),
     ],
 )
@@ -191,6 +196,14 @@ def test_kernels_without_a_slower_twin_refuse_a_new_field(layer: LayerShape, any
     for change in (*changes, {"norm": with_new_field(NORM)}):
         with pytest.raises(AssertionError, match="not implement all of"):
             make((replace(layer, **change),))
+
+
+def test_attention_of_block_drafters_refuses_a_new_field() -> None:
+    shape = replace(ATTENTION, qk_norm="heads", causal=False)
+    layout = Layout(32, torch.float64, lambda name: Unquantized(torch.float64))
+    BlockAttention("attention", shape, NORM, 0, layout)
+    with pytest.raises(AssertionError, match="not implement all of"):
+        BlockAttention("attention", with_new_field(shape), NORM, 0, layout)
 
 
 @pytest.mark.parametrize("window", [0, 5])

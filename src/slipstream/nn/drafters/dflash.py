@@ -26,7 +26,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear, new_output
 from slipstream.nn.layers.mlp import Mlp
 from slipstream.nn.layers.norm import PerHeadNorm, new_norm
-from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape, has_only
 from slipstream.nn.weights.source import Rules
 from slipstream.nn.weights.weight_format import FormatOf
 from slipstream.ops.attention import norm_rope, rope_and_write_cache, write_cache
@@ -221,6 +221,10 @@ def dflash_rules() -> Rules:
 # BlockAttention: attention of a block drafter, whose context positions have keys and values but no queries.
 
 
+_KNOWN = {"num_heads", "num_kv_heads", "head_dim", "scale", "name", "qkv_bias", "output_bias", "qk_norm", "rope"}
+_KNOWN |= {"causal", "shard", "output_scale", "num_kv_heads_of_all"}
+
+
 class BlockAttention(Layer):
     """Keys and values have a projection of their own, so that the context is not multiplied with that of queries."""
 
@@ -228,6 +232,7 @@ class BlockAttention(Layer):
         """`norm` gives eps and offset of the norms of queries and keys."""
         super().__init__()
         assert shape.qk_norm == "heads", "block drafters have norms of queries and keys per head"
+        assert has_only(shape, _KNOWN), f"block drafters do not implement all of {shape}"
         self.shape = shape
         self.site = site
         size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of

@@ -16,7 +16,7 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear, ReorderedLinear, new_output
 from slipstream.nn.layers.norm import Norm, RMSNorm
-from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.shapes import AttentionShape, has_only
 from slipstream.nn.weights.quantized_weight import dequantized_format
 from slipstream.nn.weights.stored_part import even_part
 from slipstream.nn.weights.weight_format import StoredPart, WeightTarget
@@ -25,11 +25,16 @@ from slipstream.ops.attention import norm_rope
 _EPS = 1e-6  # of the norms of latents, whatever the model's
 
 
+_KNOWN = {"num_heads", "num_kv_heads", "head_dim", "scale", "name", "qkv_bias", "output_bias", "rope", "latent"}
+_KNOWN |= {"causal", "shard", "output_scale"}
+
+
 class LatentAttention(Layer):
     def __init__(self, name: str, shape: AttentionShape, site: int | None, layout: Layout) -> None:
         super().__init__()
         latent = shape.latent
         assert latent is not None and site is not None
+        assert has_only(shape, _KNOWN), f"latent attention does not implement all of {shape}"
         self.shape, self.latent, self.site = shape, latent, site
         dtype, format_of, hidden, num_heads = layout.dtype, layout.format_of, layout.hidden_size, shape.num_heads
         queries = num_heads * (latent.nope_dim + latent.rope_dim)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
@@ -17,8 +20,6 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 
 
 def test_spans_name_the_model_the_parameters_and_the_tokens(tmp_path):
-    import asyncio
-
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -53,3 +54,38 @@ def test_spans_name_the_model_the_parameters_and_the_tokens(tmp_path):
         assert span.attributes["gen_ai.latency.time_to_first_token"] <= span.attributes["gen_ai.latency.e2e"]
     assert pooled.attributes["gen_ai.usage.input_tokens"] == 6
     assert refused.attributes["http.response.status_code"] == 400 and refused.status.is_ok  # not our fault
+
+
+HELLO = {"messages": [{"role": "user", "content": "a"}], "model": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "operation"),
+    [
+        ("/v1/chat/completions", HELLO, "chat"),
+        ("/v1/messages", HELLO | {"max_tokens": 2}, "chat"),
+        ("/v1/responses", {"input": "a", "model": "tiny"}, "chat"),
+        ("/api/chat", HELLO, "chat"),
+        ("/v2/chat", HELLO, "chat"),
+        ("/api/generate", {"prompt": "a", "model": "tiny"}, "text_completion"),
+        ("/api/embed", {"input": "a", "model": "pool"}, "embeddings"),
+        ("/embed", {"inputs": "a", "model": "pool"}, "embeddings"),
+        ("/classify", {"input": "a", "model": "pool"}, "pooling"),
+    ],
+)
+def test_a_span_has_the_operation_of_its_route(path, body, operation, tmp_path):
+    write_byte_tokenizer(tmp_path)
+    names = []
+
+    async def main():
+        engine, core = await ScriptedCore.open(
+            facts(tmp_path, max_model_len=512), facts(tmp_path, "pool", pooling=EVERY_TASK)
+        )
+        door = Door(App(State(ServerSettings(), engine), all_routes()), core)
+        door.state.traces = SimpleNamespace(record=lambda name, *_, **__: names.append(name))
+        exchange = await door.post(path, body)
+        assert exchange.status == 200, exchange.body
+        await engine.close()
+
+    asyncio.run(main())
+    assert names == [f"{operation} {body['model']}"]

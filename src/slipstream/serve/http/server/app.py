@@ -278,7 +278,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 # Describes a request for its OpenTelemetry span (the conventions for generative AI) and for the debug log.
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+_WITHOUT_MESSAGES = {"/v1/completions", "/api/generate"}
 
 
 def record_call(traces: Traces, request: Request, method: str, route: str, status: int, seconds: float) -> None:
@@ -291,7 +291,11 @@ def record_call(traces: Traces, request: Request, method: str, route: str, statu
     }
     name = f"{method} {route}"
     if request.request_states:
-        operation = _OPERATIONS.get(route, "pooling")
+        params = request.request_states[0].message.params
+        if isinstance(params, SamplingParams):
+            operation = "text_completion" if route in _WITHOUT_MESSAGES else "chat"
+        else:
+            operation = "embeddings" if params.task == "embed" else "pooling"
         attributes |= _engine_attributes(request)
         attributes |= {"gen_ai.operation.name": operation, "gen_ai.latency.e2e": seconds}
         name = f"{operation} {attributes['gen_ai.response.model']}"

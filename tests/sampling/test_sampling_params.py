@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -96,6 +97,32 @@ def test_bad_words_are_kept_out_of_the_text(llm):
     # a word that the prompt has begun may not be completed either
     begun = params.with_changes(bad_words=["ab"], max_tokens=1)
     assert "b" not in [one(llm, begun.with_changes(seed=seed), "xa").outputs[0].text for seed in range(9)]
+
+
+def test_draws_with_bad_words_have_the_distribution_without_them(llm):
+    """Words of one to three tokens: a token that completes one is never drawn, and the others are drawn as often as
+    their renormalised probabilities say, at each step given the tokens before."""
+    letters = list(b"abcd")
+    words = ["d", "ab", "bca"]
+    ask = SamplingParams(max_tokens=3, ignore_eos=True, allowed_token_ids=letters, temperature=0.7)
+    prompt = [90, ord("b"), 92, ord("a")]  # "ab" has begun
+    counts = defaultdict(Counter)
+    for sample in one(llm, ask.with_changes(n=600, seed=3, bad_words=words), prompt).outputs:
+        for place, token in enumerate(sample.token_ids):
+            counts[tuple(sample.token_ids[:place])][token] += 1
+    chi_square = freedom = 0.0
+    for begun, drawn in counts.items():
+        text = "a" + bytes(begun).decode()
+        allowed = [t for t in letters if not any((text + chr(t)).endswith(word) for word in words)]
+        assert drawn.keys() <= set(allowed), (text, drawn)
+        if drawn.total() < 40:
+            continue
+        entries = one(llm, ask.with_changes(max_tokens=1, logprobs=-1), [*prompt, *begun]).outputs[0].logprobs[0]
+        weights = {t: math.exp(entries[t].logprob / 0.7) for t in allowed}
+        means = {t: weight / sum(weights.values()) * drawn.total() for t, weight in weights.items()}
+        chi_square += sum((drawn[t] - expected) ** 2 / expected for t, expected in means.items())
+        freedom += len(means) - 1
+    assert freedom > 6 and abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)
 
 
 def test_priority_and_salt_are_arguments_too_and_those_win(llm):

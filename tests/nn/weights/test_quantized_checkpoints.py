@@ -18,6 +18,7 @@ from slipstream.nn import load as loading
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.weights.kinds import BatchInvariantWeight
+from slipstream.nn.weights.quantized_layouts import quantize_part
 from slipstream.nn.weights.quantized_weight import DequantizedWeight, Quantized, QuantizedWeight
 from tiny import write_tiny, write_weights
 
@@ -361,3 +362,17 @@ def test_bitsandbytes_blocks_of_another_size_are_refused(tmp_path: Path) -> None
     write_weights(folder, tensors)
     with pytest.raises(BadCheckpoint, match="missing .layers.1.mlp.down.quant_state"):
         load(folder)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_random_weights_become_the_nearest_integers(bits: int, symmetric: bool) -> None:
+    """As `load_format=dummy` stores them for a quantised checkpoint."""
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    q = Quantization(method="gptq", layout="online", bits=bits, group=32, symmetric=symmetric)
+    part = quantize_part(q, weight)
+    zeros = torch.full_like(part.scale, 2 ** (bits - 1)) if part.zeros is None else part.zeros
+    groups = part.values.float().unflatten(1, (-1, 32))
+    back = (groups - zeros.unsqueeze(-1)) * part.scale.unsqueeze(-1)
+    error = (back - weight.unflatten(1, (-1, 32))).abs()
+    assert (error <= part.scale.unsqueeze(-1) * (0.5 if symmetric else 1.0) * 1.001).all()

@@ -295,7 +295,7 @@ def test_strict_functions_have_a_grammar_while_the_model_decides(folder):
 
 def test_a_deep_schema_is_refused(folder):
     deep = {"type": "object"}
-    for _ in range(100):
+    for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     answer = ask(folder, "x", tools=[tool])

@@ -190,6 +190,20 @@ def test_the_files_it_names_are_there(page: Path) -> None:
     assert not missing_files(page.read_text(encoding="utf-8"))
 
 
+def test_no_cell_of_a_table_lists_a_file_twice() -> None:
+    rows = [(page.name, row) for page in PAGES for row in page.read_text().splitlines() if row.startswith("| ")]
+    assert len(rows) > 500
+    assert [row for row in rows if re.search(r"(`[\w/]+\.py`), \1", row[1])] == []
+
+
+def test_the_session_of_the_first_hour_shows_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/first-hour.md").read_text(), re.S)
+    exec(block, {})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "tokens 3+1 computed 3" in first and "tokens 3+2 computed 4" in second and "tokens 4+1" in third
+    assert all(text in block for text in ("tokens 3+1 computed 3", "tokens 3+2 computed 4", "tokens 4+1"))
+
+
 def test_the_files_that_sources_name_are_there() -> None:
     files = [file for kind in ("py", "c", "h") for file in ROOT.glob(f"src/**/*.{kind}")]
     missing = [(file.name, path) for file in files for path in missing_sources(file.read_text("utf-8"), file.parent)]

@@ -70,6 +70,14 @@ def test_an_adapter_beside_weights_is_reported(tmp_path: Path, caplog: pytest.Lo
         require_weights(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["gone", "/dev/zero"])
+def test_weights_that_are_no_file_are_named(tmp_path: Path, target: str) -> None:
+    """As a link of the hub's cache whose blob was removed."""
+    (tmp_path / WHOLE).symlink_to(target)
+    with pytest.raises(BadCheckpoint, match=f"{tmp_path / WHOLE} is a broken link, or not a file; download it again"):
+        require_weights(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["a" * 5000, 3, ["x"], None])
 def test_an_index_with_names_of_no_files_is_not_valid(tmp_path: Path, name: object) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))

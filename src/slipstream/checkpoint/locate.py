@@ -318,6 +318,9 @@ def no_weights(folder: Path) -> ModelError:
         return BadCheckpoint(f"there is no folder {folder}; give the folder of a model")
     if (folder / ADAPTER).is_file():
         return _adapter(folder)
+    for name in (WHOLE, INDEX, TORCH_WHOLE, TORCH_INDEX):
+        if os.path.lexists(folder / name):
+            return BadCheckpoint(f"{folder / name} is a broken link, or not a file; download it again")
     for pattern, kind in _OTHERS.items():
         if found := sorted(folder.glob(pattern)):
             return BadCheckpoint(

@@ -46,6 +46,7 @@ for path in ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/ap
 DIALECTS["/v2/embed", "model"] = ("vectors", {}, ())
 for path in ("/api/chat", "/api/generate"):
     DIALECTS[path, "stream"] = (False, {}, ())
+    DIALECTS[path, "truncate"] = (False, {"options": {"num_ctx": 3}}, ())
     DIALECTS[path, "format"] = (SCHEMA, {}, ())
     DIALECTS[path, "options"] = ({"top_k": 3, "num_predict": 4}, {}, ())
     DIALECTS[path, "think"] = (True, {}, ())
@@ -80,6 +81,7 @@ DIALECTS |= {
     ),
     ("/v1/responses", "text"): ({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, {}, ()),
     ("/v1/responses", "reasoning"): (EFFORT, {}, ()),
+    ("/v1/responses", "truncation"): ("auto", {}, ()),
     ("/v1/responses", "metadata"): ({"name": "mine"}, {}, ()),
     ("/v1/responses", "include"): (["file_search_call.results"], {}, ()),
 }  # fmt: skip

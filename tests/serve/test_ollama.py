@@ -114,8 +114,13 @@ def test_details_are_those_of_the_files(folder, count, size):
         ("/api/chat", {"options": {"tempreature": 1}}, "there is no option tempreature"),
         ("/api/chat", {"options": {"num_ctx": "many"}}, "options.num_ctx is 'many'"),
         ("/api/chat", {"options": {"num_ctx": 0}}, "options.num_ctx is 0"),
-        ("/api/chat", {"options": {"num_ctx": 3}}, "options.num_ctx is 3"),
-        ("/api/generate", {"options": {"num_ctx": 3}, "raw": True, "prompt": "abcd"}, "options.num_ctx is 3"),
+        ("/api/chat", {"options": {"num_ctx": 3}, "truncate": False}, "options.num_ctx is 3"),
+        (
+            "/api/generate",
+            {"options": {"num_ctx": 3}, "raw": True, "prompt": "abcd", "truncate": False},
+            "num_ctx is 3",
+        ),
+        ("/api/generate", {"prompt": "a" * 99, "truncate": False}, "maximum context length is"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "thinking": "b"}]}, "messages[0].thinking"),
         ("/api/chat", {"options": {"top_k": "many"}}, "options.top_k"),
@@ -180,6 +185,65 @@ def test_num_ctx_limits_the_prompt_and_the_answer_together(folder):
         assert (await door.post("/api/generate", body)).json()["eval_count"] == 6
 
     with_server(folder, scenario)
+
+
+@pytest.mark.parametrize("options", [{"num_ctx": 60}, {"num_ctx": 60, "num_predict": 7}, {}])
+def test_a_long_conversation_loses_its_oldest_messages(folder, options):
+    """Tool results stay with their calls; what the system said stays. Room for an answer is left."""
+
+    def said(role, text):
+        return {"role": role, "content": text}
+
+    async def scenario(door):
+        old = [each for index in range(9) for each in (said("user", f"u{index}"), said("assistant", f"a{index}"))]
+        messages = [said("system", "S"), *old, said("user", "last")]
+        body = {"model": "tiny", "messages": messages, "options": options, "stream": False}
+        assert (await door.post("/api/chat", body)).status == 200
+        ids = door.core.submits[-1].prompt_token_ids
+        text = bytes(each for each in ids if each < 256).decode()
+        kept = [each["content"] for each in messages if each["content"] in text]
+        context = options.get("num_ctx", door.state.engine.model(None).description.max_model_len)
+        room = options.get("num_predict", context // 2)
+        assert (
+            kept[0] == "S"
+            and kept[-1] == "last"
+            and kept[1:] == [each["content"] for each in messages[-len(kept) + 1 :]]
+        )
+        assert kept[1][0] in "ul" and len(kept) < len(messages) and len(ids) <= context - room
+        more = [said("system", "S"), *messages[-len(kept) - 1 :]]  # one exchange more would not fit
+        longer = door.state.engine.model(None).inputs.render_chat(more)
+        assert len(door.state.engine.model(None).tokenizer.encode(longer)) > context - room
+
+    at_door(folder, scenario, model={"max_model_len": 80})
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_prompt_that_is_too_long_alone_keeps_its_end(folder, raw):
+    async def scenario(door):
+        body = {"model": "tiny", "prompt": "a" * 99 + "z", "raw": raw, "stream": False, "options": {"num_predict": 9}}
+        assert (await door.post("/api/generate", body)).status == 200
+        ids = door.core.submits[-1].prompt_token_ids
+        assert len(ids) == 80 - 9 and ord("z") in ids
+        assert (await door.post("/api/chat", body_of_chat("a" * 99 + "z"))).status == 200
+        assert len(door.core.submits[-1].prompt_token_ids) == 40 and ord("z") in door.core.submits[-1].prompt_token_ids
+
+    at_door(folder, scenario, model={"max_model_len": 80})
+
+
+def test_responses_leave_out_messages_on_request_alone(folder):
+    async def scenario(door):
+        talk = [{"role": role, "content": "x" * 20} for role in ("user", "assistant", "user")]
+        body = {"model": "tiny", "input": talk, "instructions": "S", "max_output_tokens": 4}
+        refused = await door.post("/v1/responses", body)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        answer = (await door.post("/v1/responses", body | {"truncation": "auto"})).json()
+        assert answer["truncation"] == "auto" and len(door.core.submits[-1].prompt_token_ids) <= 76
+
+    at_door(folder, scenario, model={"max_model_len": 80})
+
+
+def body_of_chat(text):
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "stream": False}
 
 
 def test_num_ctx_truncates_texts_to_embed(folder):

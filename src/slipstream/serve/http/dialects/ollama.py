@@ -121,6 +121,7 @@ async def create_chat(request: Request, body: OllamaChatRequest) -> Response | S
         params=params,
         max_tokens=limit,
         max_context=num_ctx(body.options, served.description.max_model_len),
+        truncates=body.truncate is not False,
         tools=Tools.check(body.tools, None, None),
         chat_template_kwargs=think_variables(served, body.think, "think"),
     )
@@ -139,6 +140,7 @@ async def create_generate(request: Request, body: OllamaGenerateRequest) -> Resp
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
     context = num_ctx(body.options, served.description.max_model_len)
     how: dict[str, Any] = dict(model=served, params=params, max_tokens=limit, max_context=context)
+    how["truncates"] = body.truncate is not False
     if served.tokenizer is not None and (body.raw or template is None):  # without a tokenizer rendering raises
         for name in ("system", "think"):
             if getattr(body, name):

@@ -294,14 +294,13 @@ class OllamaFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keep_alive: Annotated[Any, _doc("models stay loaded; 0, which would unload one, is refused")] = None
     logprobs: Refused = None
     top_logprobs: Refused = None
-    truncate: Refused = None
+    truncate: Annotated[bool | None, _doc("leave out the oldest messages of a long prompt; default: true")] = None
     shift: Refused = None
 
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), "use /v1/chat/completions"),
     "top_logprobs": ((0,), "use /v1/chat/completions"),
-    "truncate": ((False,), "a prompt that is too long is refused, not truncated"),
     "shift": ((False,), "the context is not shifted; shorten the messages"),
 }
 

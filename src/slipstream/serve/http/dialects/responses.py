@@ -101,6 +101,7 @@ class _Job:
             messages=messages,
             params=self.params,
             max_tokens=body.max_output_tokens,
+            truncates=body.truncation == "auto",
             tools=_tools(request, body),
             chat_template_kwargs=_reasoning(served, body.reasoning),
         )
@@ -176,6 +177,7 @@ class _Job:
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=self.params.top_p,
+            truncation=body.truncation or "disabled",
             metadata=body.metadata or {},
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -40,6 +40,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     text: Annotated[dict[str, Any] | None, _doc("format: text, json_object or json_schema")] = None
     reasoning: Annotated[dict[str, Any] | None, _doc("effort, passed to the chat template")] = None
     metadata: Annotated[dict[str, str] | None, _doc("returned with the response")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, _doc("auto: leave out the oldest messages of a long conversation")
+    ] = None
 
     user: Label = None
     safety_identifier: Label = None
@@ -51,7 +54,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt: Refused = None
     max_tool_calls: Refused = None
     top_logprobs: Refused = None
-    truncation: Refused = None
     service_tier: Refused = None
     stream_options: Refused = None
     prompt_cache_retention: Refused = None
@@ -68,7 +70,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), "the server stores no prompts"),
     "max_tool_calls": ((), "the server runs no tools; use parallel_tool_calls"),
     "top_logprobs": ((0,), "use /v1/chat/completions"),
-    "truncation": (("disabled",), "a conversation that is too long is refused"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
     "prompt_cache_retention": (("in_memory",), "cached prompts stay until their memory is needed"),

@@ -5,6 +5,7 @@ Routes of all chat APIs use it: `start_chat`, then `answers` for whole answers o
 
 from __future__ import annotations
 
+import math
 import secrets
 import string
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.base.errors import PromptTooLong
 from slipstream.front.inputs import PreparedPrompt
 from slipstream.front.request_state import GenerationRequestState, RequestStream
 from slipstream.front.results import Increment
@@ -24,7 +26,7 @@ from slipstream.serve.http.generation.conversation import ChatConversation
 from slipstream.serve.http.generation.generation import AnswerSize, check_end, start, submits_for
 from slipstream.serve.http.generation.strict import forced_format, structured_outputs
 from slipstream.serve.http.generation.tools import ChatFormats
-from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -68,6 +70,10 @@ async def start_chat(
     return run
 
 
+def _is_too_long(error: Exception) -> bool:
+    return isinstance(error, PromptTooLong) or getattr(error, "code", None) == "context_length_exceeded"
+
+
 class ChatRun:
     stream: RequestStream[GenerationRequestState]
 
@@ -87,6 +93,42 @@ class ChatRun:
         return state
 
     def prepare(self) -> list[PreparedPrompt]:
+        try:
+            return self._prepare()
+        except (PromptTooLong, HTTPException) as error:
+            if not self._conversation.truncates or not _is_too_long(error):
+                raise
+        return self._truncate()
+
+    def _truncate(self) -> list[PreparedPrompt]:
+        """The prompt with as many of the last messages as leave room for max_tokens, at most half the context; if one
+        alone does not, its end."""
+        whole = self._conversation
+        context = whole.max_context or whole.model.description.max_model_len
+        keep = max(1, context - min(whole.max_tokens or context, context // 2))
+        shorter = whole.without_oldest()
+        low, high = 0, len(shorter)  # the first that fits is at low or later, and not after high
+        while low < high:
+            middle = (low + high) // 2
+            self._conversation = msgspec.structs.replace(whole, messages=shorter[middle])
+            if self._num_tokens() <= keep:
+                high = middle
+            else:
+                low = middle + 1
+        chosen = [*shorter, shorter[-1] if shorter else whole.messages][low]
+        params = whole.params.with_changes(truncate_prompt_tokens=keep)
+        self._conversation = msgspec.structs.replace(whole, messages=chosen, params=params)
+        return self._prepare()
+
+    def _num_tokens(self) -> float:
+        try:
+            return len(self._prepare()[0][0].prompt_token_ids)
+        except (PromptTooLong, HTTPException) as error:
+            if not _is_too_long(error):
+                raise
+            return math.inf
+
+    def _prepare(self) -> list[PreparedPrompt]:
         conversation, formats = self._conversation, self._formats
         text = conversation.render()
         params, tokenizer = conversation.params, conversation.model.tokenizer
@@ -112,7 +154,7 @@ class ChatRun:
         assert limit is not None and isinstance(message.params, SamplingParams)
         if (room := limit - len(message.prompt_token_ids)) < 1:
             fact = f"the prompt has {limit - room} tokens, options.num_ctx is {limit} including the answer"
-            raise bad_request(f"{fact}; raise it, or shorten the prompt", "options", "context_length_exceeded")
+            raise bad_request(f"{fact}; raise it, or set truncate", "options", "context_length_exceeded")
         wanted = message.params.max_tokens
         params = message.params.with_changes(max_tokens=room if wanted is None else min(wanted, room))
         return msgspec.structs.replace(message, params=params), text

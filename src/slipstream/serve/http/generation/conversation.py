@@ -27,6 +27,7 @@ class ChatConversation(msgspec.Struct, kw_only=True):
     params: SamplingParams
     max_tokens: int | None = None  # of the request, if it has one: a prompt that leaves less room is refused
     max_context: int | None = None  # limit of prompt and answer together, below the model's (Ollama's num_ctx)
+    truncates: bool = False  # a prompt that is too long loses its oldest messages, then its beginning (Ollama's)
     tools: Tools = Tools()
     include_reasoning: bool = True
     chat_template_kwargs: Mapping[str, Any] = {}
@@ -40,6 +41,13 @@ class ChatConversation(msgspec.Struct, kw_only=True):
     def num_chars(self) -> int:
         """The approximate length of the prompt."""
         return prompt_chars(self.messages, self.tools.listed, self.chat_template_kwargs)
+
+    def without_oldest(self) -> list[Sequence[Mapping[str, Any]]]:
+        """The messages without the oldest ones: the system's, and the others from one of the user's on. The longest is
+        first."""
+        starts = [index for index, message in enumerate(self.messages) if message.get("role") == "user"][1:]
+        numbered = list(enumerate(self.messages))
+        return [[each for i, each in numbered if i >= start or each.get("role") == "system"] for start in starts]
 
     def render(self) -> str:
         """Returns the text of the prompt."""

@@ -93,6 +93,7 @@ def test_ranks_with_whole_experts_compute_the_logits_of_the_whole_model(tmp_path
     check_ranks(write_tiny(tmp_path, family, **changes), num_ranks, by_expert=True)
 
 
+@pytest.mark.every_second("method", "storage")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("storage", ["dequantised", "quantised"])
 def test_ranks_divide_quantised_weights(tmp_path, monkeypatch, method, storage):
@@ -114,6 +115,7 @@ def test_ranks_divide_columns_that_are_no_whole_groups(tmp_path, method):
     check_ranks(folder, 2, dequantize=False)
 
 
+@pytest.mark.every_second("family", "method")
 @pytest.mark.parametrize("method", ["fp8 block", "w4a16 zeros"])
 @pytest.mark.parametrize("family", ["phi3", "glm", "deepseek_v2", "deepseek_v3", "qwen3_next"])
 def test_ranks_divide_quantised_weights_that_are_joined_or_reordered(tmp_path, monkeypatch, family, method):

@@ -103,6 +103,7 @@ def test_logits_equal_transformers_in_float32(family: str, tmp_path: Path) -> No
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.every_second("family")
 @pytest.mark.parametrize("family", SAVED)
 def test_steps_of_any_size_agree_in_float64(family: str, tmp_path: Path) -> None:
     prompts = texts(a=80, b=66)

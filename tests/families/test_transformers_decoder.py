@@ -111,6 +111,7 @@ def load(folder: Path, dtype: str) -> Any:
     return load_model(ModelConfig(info, str(folder), "tiny", "safetensors", dtype, False, 256, 0), torch.device("cpu"))
 
 
+@pytest.mark.every_second("kind")
 @pytest.mark.parametrize("kind", GENERATED)
 def test_logits_equal_the_library_however_texts_are_cut_or_the_error_says_why(kind: str, tmp_path: Path) -> None:
     config = write_config(tmp_path, kind).get_text_config().to_dict()

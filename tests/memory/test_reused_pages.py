@@ -68,6 +68,7 @@ def caches_of(bench):
     return [cache for pair in bench.core.executor.store.caches for cache in pair]
 
 
+@pytest.mark.every_second("folder", "depth")
 @pytest.mark.parametrize(("folder", "dtype", "depth", "max_tokens"), paired([8, 256]), indirect=["folder", "dtype"])
 def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens):
     """The null page too: tables point at it where a row has no page, or no longer one."""
@@ -82,6 +83,7 @@ def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens)
         assert_same(poisoned, clean, 1e-4 if dtype == "float32" else 1e-9)
 
 
+@pytest.mark.every_second("folder", "depth")
 @pytest.mark.parametrize(("folder", "dtype", "depth", "rows"), paired([1, 3]), indirect=["folder", "dtype"])
 def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
     """Pooling rows leave with their last launch: others have their pages before the host knows."""

@@ -128,6 +128,7 @@ def test_the_splits_of_a_row_are_about_equal_and_shared_out_one_by_one():
     assert max(map(len, shares_of(tile_list))) == 1
 
 
+@pytest.mark.every_second("max_queries", "num_rows")
 @pytest.mark.parametrize("max_queries", [1, 4])
 @pytest.mark.parametrize("num_rows", [31, 64, 70])
 def test_a_list_does_not_depend_on_how_many_rows_are_counted_at_once(monkeypatch, num_rows, max_queries):

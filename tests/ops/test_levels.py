@@ -11,17 +11,25 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from emulated_library import COMPILER
 from native_runs import RUNS
+from repeats import slow
 from slipstream.ops.platform import native
 from slipstream.ops.platform.prebuilt import INCLUDES, LEVELS, Level, processor_features, usable_levels
 
 
-@pytest.fixture(scope="module", params=LEVELS.get(platform.machine(), ()), ids=lambda level: level.name)
+def _levels() -> list[Any]:
+    """One that most processors have; the others run with --slow."""
+    levels = LEVELS.get(platform.machine(), ())
+    return [level if level.name in ("avx2", "dotprod") else slow(level) for level in levels]
+
+
+@pytest.fixture(scope="module", params=_levels(), ids=lambda level: level.name)
 def library(request, native_kernels, tmp_path_factory) -> ctypes.CDLL:
     level: Level = request.param
     missing = level.needs - processor_features()

@@ -33,6 +33,7 @@ def test_norm_and_turn_equal_their_parts(tokens, heads, dim, rotary_dim, normed,
     torch.testing.assert_close(found, turn(x, weight, rotary), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every_second("tokens", "normed")
 @pytest.mark.parametrize(
     ("tokens", "kv_heads", "dim", "rotary_dim"), [(1, 1, 16, 16), (5, 3, 80, 40), (66, 2, 128, 128), (131, 3, 96, 64)]
 )

@@ -403,6 +403,7 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     assert [int((mine - counts)[row, token]) for row, token in ((2, size - 1), (0, 0), (1, 3))] == [1, 1, 1]
 
 
+@pytest.mark.every_second("size", "dtype", "with_drafts")
 @pytest.mark.parametrize(
     ("size", "dtype", "with_drafts"),
     [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from patience import PATIENCE
+from repeats import slow
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption, ReplicaLost
@@ -141,7 +142,7 @@ class Engines:
     ("family", "shares", "depth", "has_graphs"),
     [
         ("mixtral", [range(8), []], 1, False),  # an engine without requests
-        ("qwen3_moe", [[0, 4], [1, 5, 6, 7], [2], [3]], 2, False),
+        slow("qwen3_moe", [[0, 4], [1, 5, 6, 7], [2], [3]], 2, False),
         ("qwen3_moe", [range(5), range(5, 8)], 1, True),  # all engines pad to the same sizes
         ("deepseek_v3", [range(4), range(4, 8)], 0, False),
         ("qwen3_next", [range(6), range(6, 8)], 1, True),  # recurrent states, a shared expert
@@ -172,9 +173,9 @@ def test_engines_with_shared_experts_give_the_results_of_one(tmp_path, capsys, f
 @pytest.mark.parametrize(
     ("family", "shares", "depth", "has_graphs", "drafts"),
     [
-        ("mixtral", [range(8), []], 1, False, "ngram:3"),
+        slow("mixtral", [range(8), []], 1, False, "ngram:3"),
         ("qwen3_moe", [[0, 4], [1, 5, 6, 7], [2], [3]], 2, False, "suffix:4"),
-        ("qwen3_moe", [range(5), range(5, 8)], 1, True, "ngram:2"),
+        slow("qwen3_moe", [range(5), range(5, 8)], 1, True, "ngram:2"),
         ("deepseek_v3", [range(4), range(4, 8)], 0, False, "ngram:3"),
         ("qwen3_next", [range(6), range(6, 8)], 1, True, "ngram:3"),
     ],

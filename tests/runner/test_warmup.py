@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from live_bytes import LiveBytes
+from repeats import slow
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import NotEnoughMemory
@@ -374,7 +375,9 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(1, 64, 64), (1, 512, 512), (16, 20, 64), (16, 16, 64), (8, 100, 64), (5, 700, 200)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 64, 64), (1, 512, 512), slow((16, 20, 64)), (16, 16, 64), (8, 100, 64), slow((5, 700, 200))]
+)
 def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
     """Few tokens with many rows, and many tokens with few rows."""
     rows, tokens, length = sizes

@@ -94,6 +94,7 @@ def test_right_drafts_on_an_idle_device_are_as_long_as_allowed() -> None:
     assert simulation.chosen[-100:].count(6) >= 98
 
 
+@pytest.mark.every_second("num_rows", "seconds")
 @pytest.mark.parametrize("num_rows", [1, 16, 200])
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 def test_wrong_drafts_cost_less_than_three_percent(num_rows: int, seconds: Callable[[int], float]) -> None:

@@ -111,6 +111,7 @@ SIZE = TOKENIZER.vocab_size
 WORDS = (SIZE + 32) // 32
 
 
+@pytest.mark.every_second("max_masks", "keeps")
 @pytest.mark.parametrize("max_masks", [0, 8], ids=["much room", "little room"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["written", "kept by the device"])
 def test_masks_of_states_seen_before_are_those_of_an_untouched_matcher(keeps, max_masks):

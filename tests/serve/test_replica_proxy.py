@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -177,10 +178,10 @@ def test_a_stream_is_passed_on_piece_by_piece():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy)
         _, _, _, writer = await first(*upstreams)
-        writer.write(STREAM + b"8\r\ndata: 1\n\r\n")
-        await reader.readuntil(b"data: 1\n")  # before the server goes on
-        writer.write(b"8\r\ndata: 2\n\r\n0\r\n\r\n")
-        assert (await reader.read()).endswith(b"data: 2\n\r\n0\r\n\r\n")
+        writer.write(STREAM + b"9\r\ndata: 1\n\n\r\n")
+        await reader.readuntil(b"data: 1\n\n")  # before the server goes on
+        writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+        assert (await reader.read()).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
 
     with_proxy(scenario)
 
@@ -208,8 +209,8 @@ def test_a_server_that_dies_within_a_stream_ends_it_with_an_error_event():
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy)
         _, _, _, writer = await first(*upstreams)
-        writer.write(STREAM + b"8\r\ndata: 1\n\r\n")
-        await reader.readuntil(b"data: 1\n")
+        writer.write(STREAM + b"9\r\ndata: 1\n\n\r\n")
+        await reader.readuntil(b"data: 1\n\n")
         writer.transport.abort()
         rest = await reader.read()
         event = json.loads(rest.split(b"data: ")[1].split(b"\n\n")[0])
@@ -217,6 +218,88 @@ def test_a_server_that_dies_within_a_stream_ends_it_with_an_error_event():
         assert proxy.num_lost == 1 and proxy.num_rerouted == 0
 
     with_proxy(scenario)
+
+
+EVENTS = [b'data: {"text": "%d"}\n\n' % number for number in range(3)]
+CHUNKED = STREAM + b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in EVENTS)
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("cut", range(0, len(CHUNKED) + 1, 3))
+def test_a_server_that_is_killed_at_any_byte_never_ends_a_stream_silently(cut, resets):
+    """Before the first event the request runs again elsewhere; later the last event is an error that can be read."""
+
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy, b"again")
+        index, _, _, writer = await first(*upstreams)
+        writer.write(CHUNKED[:cut])
+        await writer.drain()
+        writer.transport.abort() if resets else writer.close()
+        answer = asyncio.ensure_future(reader.read())
+        again = asyncio.ensure_future(first(*upstreams))
+        await asyncio.wait([answer, again], return_when=asyncio.FIRST_COMPLETED)
+        if again.done():  # the client has nothing yet
+            other, _, _, writer = again.result()
+            assert other != index and cut <= len(STREAM)
+            writer.write(CHUNKED + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+            assert events_of(await answer) == [*(each.strip() for each in EVENTS), b"data: [DONE]"]
+        else:
+            again.cancel()
+            *whole, error, _ = events_of(await answer)  # then [DONE], as after every error
+            assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "replica_lost"
+            assert whole == [each.strip() for each in EVENTS][: len(whole)]
+            assert proxy.num_lost == 1
+        assert all(replica.num_open == replica.open_bytes == 0 for replica in proxy.replicas.all)
+
+    with_proxy(scenario)
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/x-ndjson"])
+def test_an_event_too_large_to_hold_breaks_the_connection_when_its_server_dies(kind):
+    """The client has a part of the event; an error behind it could not be read."""
+    start = b'data: {"text": "' + b"x" * 2**17
+
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(HEAD % kind + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(start), start))
+        await reader.readuntil(b"xxx")
+        writer.transport.abort()
+        with suppress(ConnectionResetError):
+            assert not (await reader.read()).endswith(b"0\r\n\r\n")
+
+    with_proxy(scenario)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_each_whole_event_is_passed_on_at_once(end):
+    """However its bytes come, also from a server that ends lines as HTTP does."""
+    events = b"".join(b"data: %d%s" % (number, end) for number in range(3))
+
+    async def scenario(proxy, upstreams):
+        reader, _ = await send(proxy)
+        _, _, _, writer = await first(*upstreams)
+        writer.write(STREAM)
+        for number in range(len(events)):
+            writer.write(b"1\r\n%s\r\n" % events[number : number + 1])
+            if events[: number + 1].endswith(end):
+                await reader.readuntil(end + b"\r\n")
+        writer.write(b"2\r\nre\r\n2\r\nst\r\n0\r\n\r\n")  # without an end
+        assert await reader.read() == b"4\r\nrest\r\n0\r\n\r\n"
+
+    with_proxy(scenario)
+
+
+def events_of(answer):
+    """The whole events of a chunked answer."""
+    _, _, body = answer.partition(b"\r\n\r\n")
+    text = b""
+    while body and (size := int(body.partition(b"\r\n")[0], 16)):
+        start = body.index(b"\r\n") + 2
+        text, body = text + body[start : start + size], body[start + size + 2 :]
+    *whole, rest = text.split(b"\n\n")
+    assert body == b"0\r\n\r\n" and rest == b"", answer
+    return whole
 
 
 @pytest.mark.parametrize(
@@ -232,8 +315,8 @@ def test_errors_have_the_format_of_the_api(path, kind, end):
     async def scenario(proxy, upstreams):
         reader, _ = await send(proxy, path=path)
         _, _, _, writer = await first(*upstreams)
-        writer.write(HEAD % kind + b"Transfer-Encoding: chunked\r\n\r\n8\r\ndata: 1\n\r\n")
-        await reader.readuntil(b"data: 1\n\r\n")
+        writer.write(HEAD % kind + b"Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n")
+        await reader.readuntil(b"data: 1\n\n\r\n")
         writer.transport.abort()
         assert (await reader.read()).partition(b"\r\n")[2].startswith(end)
         for each in proxy.replicas.all:

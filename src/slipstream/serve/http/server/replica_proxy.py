@@ -333,7 +333,8 @@ class ProxiedRequest:
 
 
 class ProxiedAnswer:
-    """Callbacks of the parser of a server's answer, which is written to the client as it arrives."""
+    """Callbacks of the parser of a server's answer, which is written to the client as it arrives, a stream by whole
+    events: an error may be the next one. Only a large event is written before its end has come."""
 
     def __init__(self, writer: asyncio.StreamWriter, request: ProxiedRequest) -> None:
         self.writer = writer
@@ -343,7 +344,10 @@ class ProxiedAnswer:
         self._has_no_body = request.method == b"HEAD"
         self._reason = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._has_length = self._is_stream = self._is_chunked = False
+        self._has_length = self._is_chunked = False
+        self._ends: tuple[bytes, ...] = ()  # of an event, if it is a stream
+        self._part = bytearray()  # the part of an event that has come
+        self._is_within = False  # the client has a part of an event
 
     @property
     def ends_with_connection(self) -> bool:
@@ -357,7 +361,10 @@ class ProxiedAnswer:
         lower = name.lower()
         self._has_length |= lower == b"content-length"
         self._is_chunked |= lower == b"transfer-encoding" and b"chunked" in value.lower()
-        self._is_stream |= lower == b"content-type" and value.startswith((b"text/event-stream", JSON_LINES.media_type))
+        if lower == b"content-type" and value.startswith(b"text/event-stream"):
+            self._ends = b"\n\n", b"\r\n\r\n"
+        elif lower == b"content-type" and value.startswith(JSON_LINES.media_type):
+            self._ends = (b"\n",)
         if lower not in _HOP:
             self._headers.append((name, value))
 
@@ -374,21 +381,38 @@ class ProxiedAnswer:
         self.is_complete = self._has_no_body
 
     def on_body(self, data: bytes) -> None:
+        if not self._ends:
+            self._write(data)
+            return
+        self._part += data
+        end = max(at + len(mark) if (at := self._part.rfind(mark)) >= 0 else 0 for mark in self._ends)
+        if end:
+            self._is_within = False
+        elif len(self._part) >= _PIECE:
+            self._is_within, end = True, len(self._part)
+        if end:
+            self._write(bytes(self._part[:end]))
+            del self._part[:end]
+
+    def _write(self, data: bytes) -> None:
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
 
     def on_message_complete(self) -> None:
         if self.has_begun and not self.is_complete:
             self.is_complete = True
+            if self._part:
+                self._write(bytes(self._part))
             if self._is_chunked:
                 self.writer.write(b"0\r\n\r\n")
 
     def break_off(self, text: str) -> None:
         """Ends an answer whose rest will not come: a stream with an error event, another one by a broken connection."""
-        if not self._is_stream:
+        if not self._ends or self._is_within:
             self.writer.transport.abort()
             return
+        self._part.clear()
         error = _lost(f"{text}; send the request again")
-        self.on_body(end_of_stream(self._path.decode("latin-1"), error))
+        self._write(end_of_stream(self._path.decode("latin-1"), error))
         self.on_message_complete()
 
 

@@ -71,7 +71,7 @@ class ThreadClient:
 
     def __init__(self, core: Lanes) -> None:
         self.core = core
-        self._inspector = Inspector(core)
+        self._server = CoreServer(core)
         self.inbox: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,7 +96,7 @@ class ThreadClient:
         self._entered.set()
         try:
             while self._receive():
-                self._inspector.drop_unread()
+                self._server.inspector.drop_unread()
                 if self.core.has_requests():
                     outputs = self.core.step()
                     if (begun := self.core.take_begun()) or outputs:
@@ -116,21 +116,8 @@ class ThreadClient:
                 continue
             if message is None:
                 return False
-            if isinstance(message, Submit | SubmitAll):
-                if refused := submit(self.core, message):
-                    self._send_to_listener([*refused])
-            elif isinstance(message, Abort):
-                self.core.abort(message)
-            elif isinstance(message, AbortAll):
-                self._send_to_listener([AbortedAll(message.call, 0)])  # there is no other front end
-            elif isinstance(message, ResetPrefixCache):
-                self.core.reset_prefix_cache()
-                self._send_to_listener([message])
-            elif isinstance(message, Inspect):
-                self._send_to_listener([self._inspector.answer(message)])
-            elif isinstance(message, Control):
-                outputs, answer = control(self.core, message)
-                self._send_to_listener([*outputs, answer])
+            if replies := self._server.handle(message):
+                self._send_to_listener(replies)
         return True
 
     def _send_to_listener(self, messages: list[FromCore]) -> None:
@@ -142,6 +129,84 @@ class ThreadClient:
                 self._loop.call_soon_threadsafe(getattr(self._listener, method), argument)
             except RuntimeError:  # the loop was closed meanwhile
                 pass
+
+
+log = logging.getLogger("slipstream.core")
+
+
+class CoreServer:
+    """Executes the messages of front ends, in this process or in others, on the lanes of a core."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.inspector = Inspector(lanes)
+
+    def handle(self, message: ToCore) -> list[FromCore]:
+        """Returns the replies to the sender, as if there were no other front end."""
+        if isinstance(message, Submit | SubmitAll):
+            return [*submit(self.lanes, message)]
+        if isinstance(message, Abort):
+            self.lanes.abort(message)
+        elif isinstance(message, AbortAll):
+            return [AbortedAll(message.call, 0)]
+        elif isinstance(message, ResetPrefixCache):
+            self.lanes.reset_prefix_cache()
+            return [message]
+        elif isinstance(message, Inspect):
+            return [self.inspector.answer(message)]
+        elif isinstance(message, Control):
+            return control(self.lanes, message)
+        return []
+
+
+def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
+    """Returns refusals; an empty list where the core accepted the prompts.
+
+    A SlipstreamError refuses the request and has changed nothing. Any other exception is a bug in the core: its
+    traceback is logged. If the core's invariants still hold, only this request fails, as an internal error. If they do
+    not, all later results could be wrong, so EngineDead is raised.
+    """
+    try:
+        lanes.submit(*message.submits)
+    except EngineDead:
+        raise
+    except SlipstreamError as error:
+        return [Refused.of(each.request_id, error) for each in message.submits]
+    except Exception as error:
+        log.error("a request failed inside the engine core", exc_info=error)
+        try:
+            lanes.check()
+        except Exception as broken:
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineDead(
+                f"a request broke an invariant of the engine core ({broken}); it failed with {cause}"
+            ) from error
+        return [Refused.of(each.request_id, error) for each in message.submits]
+    return []
+
+
+# Executes `Control` messages: sleep, wake up, and weights from files.
+
+
+def control(lanes: Lanes, message: Control) -> list[FromCore]:
+    """Returns the outputs of steps that were in flight, and the answer. An error of the user changes nothing; any other
+    error may leave the device without its memory, so EngineDead is raised."""
+    outputs: list[Output] = []
+    refused = None
+    sleeper = lanes.sleeper
+    try:
+        if message.action == "sleep":
+            outputs = sleeper.sleep(message.level)
+        elif message.action == "wake_up":
+            sleeper.wake_up(message.tags)
+        elif message.action == "update_weights":
+            outputs = sleeper.update_weights(message.path, message.model)
+    except SlipstreamError as error:
+        refused = Refused.of("", error)
+    except Exception as error:
+        log.error("%s failed", message.action, exc_info=error)
+        raise EngineDead(f"{message.action} failed: {error}") from error
+    return [*outputs, Controlled(message.call, sleeper.is_asleep, refused)]
 
 
 # Answers a front end's questions about the steps of a core: the flight recorder's file, and times of steps.
@@ -195,58 +260,3 @@ class Inspector:
         # a number beyond the last step is from an older log: start from the beginning of this one
         steps = [] if since < 0 else log.since(since if since <= log.num_steps else 0)
         return msgspec.msgpack.encode(StepTable(log.models, log.num_steps, steps))
-
-
-# Submits prompts to the core, and turns exceptions into refusals, an internal error of one request, or EngineDead.
-
-log = logging.getLogger("slipstream.core")
-
-
-def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
-    """Returns refusals; an empty list where the core accepted the prompts.
-
-    A SlipstreamError refuses the request and has changed nothing. Any other exception is a bug in the core: its
-    traceback is logged. If the core's invariants still hold, only this request fails, as an internal error. If they do
-    not, all later results could be wrong, so EngineDead is raised.
-    """
-    try:
-        lanes.submit(*message.submits)
-    except EngineDead:
-        raise
-    except SlipstreamError as error:
-        return [Refused.of(each.request_id, error) for each in message.submits]
-    except Exception as error:
-        log.error("a request failed inside the engine core", exc_info=error)
-        try:
-            lanes.check()
-        except Exception as broken:
-            cause = f"{type(error).__name__}: {error}"
-            raise EngineDead(
-                f"a request broke an invariant of the engine core ({broken}); it failed with {cause}"
-            ) from error
-        return [Refused.of(each.request_id, error) for each in message.submits]
-    return []
-
-
-# Executes `Control` messages: sleep, wake up, and weights from files.
-
-
-def control(lanes: Lanes, message: Control) -> tuple[list[Output], Controlled]:
-    """Returns the outputs of steps that were in flight, and the answer. An error of the user changes nothing; any other
-    error may leave the device without its memory, so EngineDead is raised."""
-    outputs: list[Output] = []
-    refused = None
-    sleeper = lanes.sleeper
-    try:
-        if message.action == "sleep":
-            outputs = sleeper.sleep(message.level)
-        elif message.action == "wake_up":
-            sleeper.wake_up(message.tags)
-        elif message.action == "update_weights":
-            outputs = sleeper.update_weights(message.path, message.model)
-    except SlipstreamError as error:
-        refused = Refused.of("", error)
-    except Exception as error:
-        log.error("%s failed", message.action, exc_info=error)
-        raise EngineDead(f"{message.action} failed: {error}") from error
-    return outputs, Controlled(message.call, sleeper.is_asleep, refused)

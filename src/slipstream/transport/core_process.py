@@ -28,21 +28,18 @@ from slipstream.base.processes import die_with_parent, loading, release_signals
 from slipstream.checkpoint.locate import locate
 from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.engine.lanes import Lanes, lane_stats
-from slipstream.transport.client import Inspector, control, submit
+from slipstream.transport.client import CoreServer
 from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
-    Control,
     Failed,
     FromCore,
-    Inspect,
     Join,
     Loading,
     ModelDescriptions,
     Pulse,
     Ready,
-    ResetPrefixCache,
     ToCore,
 )
 from slipstream.transport.replica_start import CoreStart
@@ -62,7 +59,7 @@ class CoreProcess:
         self.server = server
         self._opening = opening
         self._abort_calls = AbortCalls(server)
-        self._inspector = Inspector(lanes)
+        self._core_server = CoreServer(lanes)
         self._owners: dict[str, tuple[Connection, int]] = {}  # by request id: its front end and unfinished samples
         # late-interaction queries that are finished and that the core may still keep for documents, by request id
         self._kept_queries: dict[str, Connection] = {}
@@ -104,29 +101,23 @@ class CoreProcess:
         self.lanes.close()
 
     def _handle(self, connection: Connection, message: ToCore | Join) -> None:
-        if isinstance(message, Submit | SubmitAll):
-            if refused := submit(self.lanes, message):
-                self.server.send(connection, refused)
-                return
-            for each in message.submits:
-                self._owners[each.request_id] = connection, each.num_samples
-        elif isinstance(message, Abort):
+        """Executes a message of one front end; parts that depend on the others are here, not in the `CoreServer`."""
+        if isinstance(message, Abort):
             self._abort(connection, message)
         elif isinstance(message, AbortAll):
             self._abort_calls.start(connection, message)
         elif isinstance(message, AbortedAll):
             self._abort_calls.reply(connection, message)
-        elif isinstance(message, ResetPrefixCache):
-            self.lanes.reset_prefix_cache()
-            self.server.send(connection, [message])
-        elif isinstance(message, Inspect):
-            self.server.send(connection, [self._inspector.answer(message)])
-        elif isinstance(message, Control):
-            outputs, answer = control(self.lanes, message)
-            self._deliver(outputs)
-            self.server.send(connection, [answer])
-        elif (joined := self.server.join(connection)) is not None and self._opening is not None:
-            self.server.send(joined, [self._opening, self._statistics(), Ready()])
+        elif isinstance(message, Join):
+            if (joined := self.server.join(connection)) is not None and self._opening is not None:
+                self.server.send(joined, [self._opening, self._statistics(), Ready()])
+        else:
+            replies = self._core_server.handle(message)
+            if isinstance(message, Submit | SubmitAll) and not replies:
+                self._owners |= {each.request_id: (connection, each.num_samples) for each in message.submits}
+            self._deliver([reply for reply in replies if isinstance(reply, Output)])
+            if others := [reply for reply in replies if not isinstance(reply, Output)]:
+                self.server.send(connection, others)
 
     def _abort(self, connection: Connection, message: Abort) -> None:
         name = message.request_id
@@ -179,7 +170,7 @@ class CoreProcess:
         if busy and now - self._last_pulse < PULSE_SECONDS:
             return
         self._last_pulse = now
-        self._inspector.drop_unread()
+        self._core_server.inspector.drop_unread()
         if self._kept_queries:
             self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
         self.server.broadcast(self._statistics())

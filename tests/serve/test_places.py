@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -17,6 +18,7 @@ from serve.asgi import at_door
 from serve.server_process import ServerProcess
 from slipstream.base.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
+from slipstream.serve.http import worker
 from slipstream.serve.http.server.listen import UnixClaim
 
 TLS = Path(__file__).parent / "tls"
@@ -115,6 +117,27 @@ def test_a_handshake_that_never_ends_does_not_delay_others(folder):
             assert (await asyncio.wait_for(reader.read(), PATIENCE)).startswith(b"HTTP/1.1 200")
             for _, each in (*silent, (reader, writer)):
                 each.close()
+
+    at_door(folder, scenario)
+
+
+def test_a_handshake_that_never_ends_does_not_hold_up_the_end_of_a_server(folder, monkeypatch):
+    from serve.test_http_server import served
+    from slipstream.serve.http.server.listen import server_context
+
+    monkeypatch.setattr(worker, "HANDSHAKE_SECONDS", 100 * PATIENCE)
+
+    async def scenario(door):
+        context = server_context(server_settings({"ssl_certfile": CERT, "ssl_keyfile": KEY}))
+        async with served(door, tls=context) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+            client = ssl.create_default_context(cafile=CERT)
+            _, last = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname="localhost")
+            last.close()  # all connections before it are accepted
+        for reader, writer in silent:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
 
     at_door(folder, scenario)
 

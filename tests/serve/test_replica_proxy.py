@@ -7,7 +7,9 @@ import inspect
 import json
 import re
 import socket
+import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +65,7 @@ class Upstream:
         await self.next.put((head, reader, writer))
 
 
-def with_proxy(scenario, count=2, **settings):
+def with_proxy(scenario, count=2, tls=None, **settings):
     async def run():
         upstreams = [Upstream() for _ in range(count)]
         for each in upstreams:
@@ -71,7 +73,7 @@ def with_proxy(scenario, count=2, **settings):
         replicas = UrlReplicas([each.url for each in upstreams])
         proxy = ReplicaProxy(ServerSettings(**{"max_body_bytes": 5000, "allowed_hosts": ["*"], **settings}), replicas)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = await proxy.serve(listener)
+        server = await proxy.serve(listener, tls)
         proxy.port = listener.getsockname()[1]
         for replica in replicas.all:
             await replica.check()
@@ -114,6 +116,37 @@ def test_an_answer_is_passed_on_with_its_headers():
         assert answer.startswith(b"HTTP/1.1 200 OK") and b"X-Request-Id: r" in answer and answer.endswith(b"\r\n\r\n{}")
 
     with_proxy(scenario)
+
+
+def test_a_proxy_behind_tls_ends_handshakes_that_take_too_long(monkeypatch):
+    """No other request waits for them; plain HTTP gets no answer."""
+    monkeypatch.setattr(replica_proxy, "HANDSHAKE_SECONDS", 0.01)
+    folder = Path(__file__).parent / "tls"
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "server.crt", folder / "server.key")
+
+    async def scenario(proxy, upstreams):
+        silent, _ = await asyncio.open_connection("127.0.0.1", proxy.port)
+        plain, _ = await send(proxy)
+        for reader in (silent, plain):
+            with suppress(ConnectionResetError):
+                assert b"HTTP" not in await reader.read()
+
+    with_proxy(scenario, tls=tls)
+    monkeypatch.setattr(replica_proxy, "HANDSHAKE_SECONDS", 2 * PATIENCE)
+
+    async def answered(proxy, upstreams):
+        _, kept = await asyncio.open_connection("127.0.0.1", proxy.port)
+        client = ssl.create_default_context(cafile=folder / "server.crt")
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port, ssl=client, server_hostname="localhost")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+        _, _, _, upstream = await first(*upstreams)
+        upstream.write(JSON + b"Content-Length: 2\r\n\r\n{}")
+        assert (await reader.read()).endswith(b"{}")
+        for each in (kept, writer):
+            each.close()
+
+    with_proxy(answered, tls=tls)
 
 
 def test_a_request_that_offers_http2_is_passed_on_with_its_body_and_without_the_offer():

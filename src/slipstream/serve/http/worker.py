@@ -272,6 +272,8 @@ class Acceptor:
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self.sock)
+        for task in self._opening:  # TLS handshakes: no request has come
+            task.cancel()
 
     async def wait_closed(self) -> None:
         if self._opening:

@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 import msgspec
@@ -21,6 +22,7 @@ from slipstream.serve.http.server.access import Hosts
 from slipstream.serve.http.server.body import MIN_RATE
 from slipstream.serve.http.server.error_formats import end_of_stream, in_format_of
 from slipstream.serve.http.server.errors import HTTPException
+from slipstream.serve.http.server.listen import HANDSHAKE_SECONDS
 from slipstream.serve.http.server.protocol import PlainParser, WriteWatch
 from slipstream.serve.http.server.response import JSON_LINES
 from slipstream.serve.http.server.settings import ServerSettings
@@ -66,7 +68,8 @@ class ReplicaProxy:
         self.num_requests = self.num_rerouted = self.num_lost = 0
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> asyncio.Server:
-        return await asyncio.start_server(self._connected, sock=listener, ssl=tls)
+        how: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
+        return await asyncio.start_server(self._connected, sock=listener, **how)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = ProxiedRequest()

@@ -132,6 +132,7 @@ def test_a_missing_fact_means_a_model_we_do_not_know() -> None:
         (b"{", "cannot be read"),
         (b"[]", "an object"),
         (b'{"a":' * 9999, "nested too deeply"),
+        (b'{"a": "\\uD800"}', "surrogates not allowed"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:

@@ -146,7 +146,13 @@ def read_utf8(path: Path) -> str:
 
 def load_json(path: Path) -> Any:
     """Returns the content of a file. Raises OSError, or ValueError if the file is not JSON or is nested too deeply."""
+    text = read_utf8(path)
     try:
-        return json.loads(read_utf8(path))
+        found = json.loads(text)
+        if (
+            "\\ud" in text.lower()
+        ):  # half of a surrogate pair is no text: libraries raise later, without the file's name
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except RecursionError:  # no ValueError, which callers turn into an error that names the file
         raise ValueError("it is nested too deeply") from None

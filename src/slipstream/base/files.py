@@ -149,9 +149,8 @@ def load_json(path: Path) -> Any:
     text = read_utf8(path)
     try:
         found = json.loads(text)
-        if (
-            "\\ud" in text.lower()
-        ):  # half of a surrogate pair is no text: libraries raise later, without the file's name
+        # half of a surrogate pair is no text: libraries would raise later, without the file's name
+        if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except RecursionError:  # no ValueError, which callers turn into an error that names the file

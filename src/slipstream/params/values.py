@@ -6,13 +6,15 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.base.errors import InvalidParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_COUNT = 2**31 - 1  # of tokens
 MAX_BIAS = 100.0
@@ -93,18 +95,20 @@ def is_deep_json(text: str | bytes, limit: int = MAX_DEPTH) -> bool:
     source = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if source.count(b"[") + source.count(b"{") <= limit:
         return False
-    return bool(np.cumsum(_steps(source), dtype=np.int32).max(initial=0) > limit)
+    return bool(_steps(source).cumsum(dtype="int32").max(initial=0) > limit)
 
 
 def is_wide_json(source: bytes) -> bool:
     """Whether it has more than MAX_HOLDERS objects and arrays."""
     if source.count(b"[") + source.count(b"{") <= MAX_HOLDERS:
         return False
-    return bool(np.count_nonzero(_steps(source) > 0) > MAX_HOLDERS)
+    return bool((_steps(source) > 0).sum() > MAX_HOLDERS)
 
 
 def _steps(source: bytes) -> NDArray[np.int8]:
     """1 for the start of each object and array, -1 for its end."""
+    import numpy as np  # commands that do not read a request answer without it
+
     bare = source.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
     return np.frombuffer(_STRING.sub(b"", bare).translate(_BRACKETS), np.int8)
 

@@ -222,7 +222,7 @@ def dflash_rules() -> Rules:
 
 
 _KNOWN = {"num_heads", "num_kv_heads", "head_dim", "scale", "name", "qkv_bias", "output_bias", "qk_norm", "rope"}
-_KNOWN |= {"causal", "shard", "output_scale", "num_kv_heads_of_all"}
+_KNOWN |= {"causal", "shard", "output_scale", "num_kv_heads_of_all", "window"}  # a window is that of its pages
 
 
 class BlockAttention(Layer):

@@ -98,8 +98,11 @@ def json_array(array: Any) -> Any:
     if array.size <= _FEW:
         return array.tolist()
     if array.ndim == 2 and array.shape[1] > _FEW:
-        return JsonList(map(json_array, array))
-    each = _FEW // array.shape[1] if array.ndim == 2 else _FEW
+        return JsonList(_in_pieces(vector, _FEW) for vector in array)
+    return _in_pieces(array, _FEW // array.shape[1] if array.ndim == 2 else _FEW)
+
+
+def _in_pieces(array: Any, each: int) -> JsonList:
     parts = (array[start : start + each].tolist() for start in range(0, len(array), each))
     return JsonList(chain.from_iterable(parts), each)
 

@@ -50,6 +50,7 @@ def test_auto_shows_the_length_it_chose(model, capsys):
 
 def test_json_gives_bytes_that_add_up(model, capsys):
     memory = json.loads(plan(capsys, *model, "--json"))["memory"]
+    assert memory["total"] == sum(memory["parts"].values()) and memory["parts"]["cache"] == memory["cache"]
     parts = ("weights", "cache", "tables", "features", "activations")
     rings = ("staging", "masks", "results", "result_growth")
     on_host = [f"{ring}_host" for ring in rings]

@@ -297,11 +297,14 @@ def test_load_counts_what_waits(folder):
         load = (await door.get("/load")).json()
         assert (load["server_load"], load["queued_requests"], load["queued_tokens"]) == (2, 2, 7)
         assert (load["is_asleep"], load["models"]) == (False, [])
-        door.core.say(Pulse([LaneStats("tiny", 5, 2), LaneStats("tiny", 1, 1, replica=1)], is_asleep=True))
+        door.core.say(
+            Pulse([LaneStats("tiny", 5, 2), LaneStats("tiny", 1, 1, replica=1, memory={"cache": 7})], is_asleep=True)
+        )
         while not door.state.engine.pulse.is_asleep:
             await asyncio.sleep(0)
         load = (await door.get("/load")).json()
         assert load["is_asleep"] and [(each["model"], each["running"]) for each in load["models"]] == [("tiny", 3)]
+        assert load["models"][0]["memory"] == {"cache": 7}
         exchange.hang_up()
         await exchange.end()
 

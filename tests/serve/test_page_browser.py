@@ -110,6 +110,8 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
     browser.until("document.querySelector('.place')")
     assert "returnstext" in text(browser, "model-cards") and "loaded" in text(browser, "model-cards")
     assert "ok" in text(browser, "server-facts") and "weights of " in text(browser, "memory")
+    plans = browser.run("[...document.querySelectorAll('#memory b')].map(each => each.textContent).join()")
+    assert "Plan of page" in plans and "KV cache, when it is full" in text(browser, "memory")
     click(browser, "sleep-1")
     browser.until("document.getElementById('models-error').textContent.includes('--admin-key')")
 

@@ -98,16 +98,21 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.features + self.result_growth + self.graphs + self.unread + self.mirror
 
     @property
+    def parts(self) -> dict[str, int]:
+        """The total in a few parts, for a picture; `host` is pinned memory."""
+        parts = {
+            "weights": self.weights,
+            "adapters": self.adapters,
+            "cache": self.cache + self.tier + self.mirror + self.states + self.checkpoints,
+            "activations": self.activations + self.graphs,
+        }
+        parts["buffers"] = self.of_device - sum(parts.values())
+        rings = self.staging_host + self.masks_host + self.results_host + self.result_growth_host
+        return parts | {"host": self.adapters_host + self.tier_host + rings}
+
+    @property
     def total(self) -> int:
-        return (
-            self.of_device
-            + self.adapters_host
-            + self.tier_host
-            + self.staging_host
-            + self.masks_host
-            + self.results_host
-            + self.result_growth_host
-        )
+        return sum(self.parts.values())
 
 
 def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:

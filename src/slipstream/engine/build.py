@@ -77,6 +77,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A model that is located and configured; nothing is loaded yet."""
 
     config: EngineConfig
+    num_bytes: int  # of the weights, once loaded
     description: ModelDescription
     processors: tuple[type[LogitsProcessor], ...]  # logits processors of the engine
     file: GgufFile | None  # kept open, so that every later open reuses it and its header is read once
@@ -95,7 +96,7 @@ def _open(options: Options, located: LocatedModel) -> Opened:
     if file is None and options.load_format != "dummy":
         require_weights(located.path)  # first: without weights nothing else is worth reporting
     info, defaults = _read(options, located)
-    config = settle(options, located, info)
+    config, num_bytes = settle(options, located, info)
     if options.logits_processors and not config.model.generates:
         raise InvalidOption(
             f"Pooling models do not support custom logits processors. {config.model.name} does not generate; leave "
@@ -103,7 +104,7 @@ def _open(options: Options, located: LocatedModel) -> Opened:
         )
     processors = find_classes(options.logits_processors or ()) if config.model.generates else ()
     description = ModelDescription.of(options, config, defaults)
-    return Opened(config, description, processors, file)
+    return Opened(config, num_bytes, description, processors, file)
 
 
 def build_core(
@@ -138,6 +139,7 @@ def build_core(
         weights = ModelWeights(config.model, model, runner.device)
     copier = tier_copier(executor, runner)
     core = EngineCore(config, executor, constraints, adapters, recorder, weights, peers, copier)
+    core.memory = estimate_memory(config, opened.num_bytes).parts
     if config.transfer is not None and runner.tier is not None and isinstance(core.scheduler, Scheduler):
         assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
         tier, pages = core.scheduler.cache.tier, rank_pages(executor)
@@ -233,8 +235,9 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
     return (info if options.load_format == "dummy" else as_stored(info, located.path)), defaults
 
 
-def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
-    """The configuration of an engine with these options on this machine."""
+def settle(options: Options, located: LocatedModel, info: ModelInfo) -> tuple[EngineConfig, int]:
+    """The configuration of an engine with these options on this machine, and the bytes of its weights at the model's
+    full length."""
     options = for_backend(options, info)
     machine = detect_machine(options.device)
     check_rank_options(options, machine.kind)
@@ -280,14 +283,14 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     notes = (fewer_rows(config) if options.max_num_seqs is None else "", too_large(config, num_bytes, machine))
     for note in filter(None, notes):
         log.warning(note)
-    return config
+    return config, num_bytes
 
 
 def estimate_build(options: Options) -> tuple[EngineConfig, MemoryEstimate]:
     """The configuration that `build` would choose, and its memory. Nothing is loaded."""
     located = locate(options.model, options.revision, options.task, options.download_dir)
     info, _ = _read(options, located)
-    config = settle(options, located, info)
+    config, _ = settle(options, located, info)
     num_bytes = weight_bytes(config.model, config.device.kind)
     num_bytes += 0 if config.draft is None else draft_weight_bytes(config.draft, info, config.device.kind)
     return config, estimate_memory(config, num_bytes)

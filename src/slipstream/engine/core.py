@@ -65,6 +65,7 @@ class EngineCore:
         self.weights = weights
         self.peers = peers
         self.tier = tier
+        self.memory: dict[str, int] = {}  # planned bytes by part, for statistics
         self.handoff: Handoff | None = None  # set if pages are exchanged with other engines
         self.in_flight: deque[Handle] = deque()
         self._headless: StepPlan | None = None  # its forward is launched; its head waits for masks

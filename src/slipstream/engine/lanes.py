@@ -339,6 +339,7 @@ def lane_stats(name: str, core: EngineCore) -> LaneStats:
         num_drafts=0 if drafts is None else drafts.num_drafts,
         num_accepted_drafts=0 if drafts is None else drafts.num_accepted,
         accepted_at=() if drafts is None else tuple(drafts.accepted_at),
+        memory=core.memory,
         max_loras=0 if adapters is None else adapters.config.max_loras,
         running_adapters=running,
         waiting_adapters=waiting,

@@ -154,6 +154,7 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     max_loras: int = 0  # in one step; 0: the engine takes none
     running_adapters: tuple[str, ...] = ()  # names of adapters that running requests have
     waiting_adapters: tuple[str, ...] = ()  # names of adapters that only or also waiting requests have
+    memory: dict[str, int] = {}  # planned bytes by part: weights, cache ...
 
 
 class ReplicaStats(msgspec.Struct, frozen=True, array_like=True):

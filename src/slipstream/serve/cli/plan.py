@@ -71,9 +71,9 @@ def config_summary(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def memory_summary(memory: MemoryEstimate) -> dict[str, int]:
-    summary: dict[str, int] = msgspec.to_builtins(memory)
-    return summary | {"activations": memory.activations, "total": memory.total}
+def memory_summary(memory: MemoryEstimate) -> dict[str, int | dict[str, int]]:
+    summary: dict[str, int | dict[str, int]] = msgspec.to_builtins(memory)
+    return summary | {"activations": memory.activations, "parts": memory.parts, "total": memory.total}
 
 
 def print_config(config: EngineConfig, length_note: str) -> None:

@@ -33,6 +33,7 @@ class ModelLoad(msgspec.Struct):
     free_pages: int = 0
     pages: int = 0
     steps: int = 0
+    memory: dict[str, int] = {}  # planned bytes of weights, cache and other parts: an upper bound
 
 
 class Load(msgspec.Struct):
@@ -107,6 +108,8 @@ def _by_model(lanes: Sequence[LaneStats]) -> list[ModelLoad]:
         load.free_pages += lane.num_free_pages
         load.pages += lane.num_pages
         load.steps += lane.num_steps
+        for part, count in lane.memory.items():
+            load.memory[part] = load.memory.get(part, 0) + count
     return list(found.values())
 
 

@@ -59,18 +59,23 @@ function meter(name, value, most) {
   return make("div", { className: "meter" }, make("span", { text: `${name}: ${(100 * value / most).toFixed(0)} %` }), track)
 }
 
-// Memory as one bar for each place: files of the weights on a GPU, and the processes of the server.
+const PLAN = {  // part: [name, colour]
+  weights: ["weights", "prefill"], adapters: ["LoRA adapters", "grammar"], cache: ["KV cache, when it is full", "decode"],
+  activations: ["activations of the largest step", "host"], buffers: ["buffers", "turnaround"], host: ["buffers of the host", "output"],
+}
+
+// Memory as one bar for each plan of a model, and for each place: weights on a GPU, and the processes of the server.
 function memory(load, models, metrics) {
   const resident = [...metrics.matchAll(/^process_resident_memory_bytes\{process="([^"]*)"\} (\S+)/gm)].map(found => [found[1], Number(found[2])])
   const colours = ["prefill", "decode", "host", "output"], onGpu = models.filter(model => model.size_vram > 0)
   const weights = list => list.map((model, i) => [`weights of ${model.name}`, model.size, colours[i % colours.length]])
-  const places = []
-  if (onGpu.length) places.push(["Device, weights only", weights(onGpu)])
+  const places = load.models.map(({ model, memory }) => [`Plan of ${model}, at most`, Object.entries(PLAN).filter(([part]) => memory[part]).map(([part, [name, colour]]) => [name, memory[part], colour])])
+  if (onGpu.length) places.push(["Weights on the device:", weights(onGpu)])
   for (const [name, size] of resident) {
     const here = name.startsWith("core") && !onGpu.length && !load.is_asleep ? weights(models) : []
     const rest = size - here.reduce((sum, [, count]) => sum + count, 0)
     const parts = rest > 0 ? [...here, [here.length ? "KV cache, buffers and program" : "program and buffers", rest, "turnaround"]] : [["all", size, "turnaround"]]
-    places.push([name.replace(/^core/, "Engine").replace(/^front_end_(\d+)/, (_, i) => `Front end ${Number(i) + 1}`), parts])
+    places.push([name.replace(/^core/, "Engine").replace(/^front_end_(\d+)/, (_, i) => `Front end ${Number(i) + 1}`) + " now:", parts])
   }
   const most = Math.max(1, ...places.map(([, parts]) => parts.reduce((sum, [, count]) => sum + count, 0)))
   return [...places.map(([name, parts]) => {
@@ -79,8 +84,8 @@ function memory(load, models, metrics) {
     const track = make("div", { className: "track", role: "img", "aria-label": parts.map(([part, count]) => `${part} ${bytes(count)}`).join(", ") },
       ...parts.map(([part, count, colour]) => { from += count; return bar(colour, from - count, count, most, `${part}: ${bytes(count)}`) }))
     const keys = parts.map(([part, count, colour]) => make("span", {}, keyOf(colour), `${part} ${bytes(count)}`))
-    return make("div", { className: "place" }, make("b", { text: `${name}, ${bytes(all)}` }), track, make("p", { className: "facts" }, ...keys))
-  }), make("p", { text: "The plan before a start, with every buffer: slipstream plan --model MODEL." })]
+    return make("div", { className: "place" }, make("b", { text: `${name} ${bytes(all)}` }), track, make("p", { className: "facts" }, ...keys))
+  }), make("p", { text: "On a CPU pages of the KV cache take memory when they are first used. Every buffer of a plan: slipstream plan --model MODEL." })]
 }
 
 function keyOf(colour) {
@@ -200,7 +205,10 @@ function showRequests() {
   $("waterfall").hidden = !chosen
   if (chosen) drawRequest(chosen)
 }
-const clock = each => new Date(each.began).toLocaleString()
+const clock = ({ began }) => {
+  const date = new Date(began), today = date.toDateString() === new Date().toDateString()
+  return today ? date.toLocaleTimeString() : date.toLocaleString()
+}
 
 const MAX_BARS = 1500
 function drawRequest({ began, path, total, parts, detail: { came, steps } }) {

@@ -23,6 +23,7 @@ NOT_OURS = {"2_Dense/", "2_LayerNorm/", "2_MultiVectorMask/"}  # folders of chec
 OTHER_NAMES = {  # of other APIs, of checkpoints, and metrics whose names are made of two parts
     "redacted_thinking", "in_proj_qkvz", "sentence_roberta_config", "modules_to_not_convert", "requests_aborted",
     "requests_refused", "slipstream_replica_open_requests", "slipstream_replica_rerouted_requests", "process_open_fds",
+    "corpus_id",
 }  # fmt: skip
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -87,7 +88,7 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 def unknown_flags(text: str, known: str) -> list[str]:
     options = {name.replace("_", "-") for kind in (Options, ServerSettings) for name in kind.__struct_fields__}
-    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", re.sub(r"^docker .*", "", text, flags=re.MULTILINE))
     return [flag for flag in flags if flag.removeprefix("no-") not in options and f"--{flag}" not in known]
 
 

@@ -9,7 +9,7 @@ import pytest
 import slipstream
 from child import child_env
 from slipstream.base.errors import BadCheckpoint, EngineDead, NotEnoughMemory
-from slipstream.serve.cli import doctor
+from slipstream.serve.cli import doctor, elsewhere
 from slipstream.serve.cli.commands import EXAMPLES, MODULES, make_parser
 
 
@@ -83,8 +83,14 @@ def test_version_needs_no_model(terminal, monkeypatch):
         (["chat", "hi", "--page-sise=3"], "did you mean --page-size?"),
         (
             ["serve", "--pipeline-parallel-size", "2"],
-            "there is no flag --pipeline-parallel-size: tensor_parallel_size divides",
+            "there is no flag --pipeline-parallel-size; --tensor-parallel-size divides",
         ),
+        (["serve", "m", "--block-size=32"], "there is no flag --block-size; here it is --page-size"),
+        (["serve", "m", "--trust-remote-code"], "there is no flag --trust-remote-code; leave it out: code of a"),
+        (["serve", "m", "--disable-log-requests"], "requests are logged with --log-level info only"),
+        (["serve", "--model-id", "a/b"], "there is no flag --model-id; here it is --model"),
+        (["chat", "-ngl", "99"], "there is no flag -ngl; a GPU runs all layers; --cpu-offload-gb keeps"),
+        (["complete", "Hi"], 'there is no command complete; to complete a text: slipstream generate "TEXT" --no-chat'),
         (["bench", "--xyzzy", "1"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
         (["rerank", "--temprature", "1"], "there is no flag --temprature; "),
         (["bench", "--xyzzy"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
@@ -103,6 +109,19 @@ def test_a_wrong_flag_is_one_line_and_loads_no_model(terminal, argv, message):
     assert code == 2 and out == "" and terminal.llm is None
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_names_of_other_programs_lead_to_flags_that_exist():
+    parser = make_parser()
+    (commands,) = parser._subparsers._group_actions
+    ours = {flag for command in commands.choices.values() for flag in command._option_string_actions}
+    for names in elsewhere.NAMES.values():
+        assert not names.keys() & commands.choices["serve"]._option_string_actions.keys()
+        assert {flag for text in names.values() for flag in re.findall(r"--[a-z-]+", text)} <= ours
+    words = {name for names in elsewhere.COMMANDS.values() for name in names}
+    assert not words & commands.choices.keys()
+    told = " ".join(text for names in elsewhere.COMMANDS.values() for text in names.values())
+    assert set(re.findall(r"slipstream ([a-z-]+)", told)) <= commands.choices.keys()
 
 
 def test_the_command_alone_shows_its_help(terminal):

@@ -18,7 +18,8 @@ from serve.server_process import ServerProcess
 from slipstream import LLM
 from slipstream.base.errors import ModelNotFound
 from slipstream.checkpoint.locate import DEFAULT_NAME, default_embedder, locate
-from slipstream.serve.cli.commands import MODULES
+from slipstream.params.pooling import PoolingParams
+from slipstream.serve.cli.commands import MODULES, make_parser
 from slipstream.serve.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +78,10 @@ def commands(page):
     return [line for line in lines if line.startswith(("slipstream", "scripts/chat", "curl"))]
 
 
+PAGES = ("README.md", "docs/start.md", "docs/how-to.md")
 SERVED = ("slipstream serve", "slipstream top", "curl")  # with a server, below
 NOT_RUN = ("slipstream bench", "slipstream eval", "slipstream replay")  # long, or of a file that the page does not have
-SHELL = [(page, line) for page in ("README.md", "docs/start.md") for line in commands(page)]
+SHELL = [(page, line) for page in PAGES for line in commands(page)]
 
 
 @pytest.fixture
@@ -95,6 +97,15 @@ def place(tmp_path, monkeypatch, server):
             folder.mkdir()
             (folder / target.name).symlink_to(target)
     Path("prompts.txt").write_text("What is 2 and 2?\n")
+    Path("person.json").write_text(
+        '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+    )
+    manifest = tmp_path / "ollama/manifests/registry.ollama.ai/library/llama3.2/1b"
+    manifest.parent.mkdir(parents=True)
+    (tmp_path / "ollama/blobs").mkdir()
+    (tmp_path / "ollama/blobs/sha256-1").symlink_to(locate(None).path)
+    manifest.write_text('{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:1"}]}')
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     Path("documents.txt").write_text("Trams run on rails.\nYeast gives off gas.\n")
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -125,9 +136,53 @@ def test_the_request_of_the_readme_is_answered(server, capsys):
         shlex.split(line.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")), capture_output=True, text=True
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
-    (top,) = [line for _, line in SHELL if line.startswith("slipstream top")]
+    top = next(line for _, line in SHELL if line.startswith("slipstream top"))
     argv = top.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}").split()[1:]
     assert main([*argv, "--once"]) == 0 and DEFAULT_NAME in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+@pytest.mark.parametrize("line", [line for line in commands("docs/how-to.md") if line.startswith("curl")])
+def test_the_requests_of_the_how_to_page_are_answered(server, line):
+    argv = [*shlex.split(line.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")), "--fail"]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    if "json_schema" in line:
+        assert json.loads(json.loads(answer)["choices"][0]["message"]["content"])["age"] >= 0
+    assert answer
+
+
+@pytest.mark.usefixtures("place")
+def test_servers_of_the_how_to_page_have_the_flags_and_models_that_it_names():
+    for line in commands("docs/how-to.md"):
+        if line.startswith(("slipstream serve", *NOT_RUN)):
+            args = make_parser(argv := shlex.split(line)[1:]).parse_args(argv)
+            for model in getattr(args, "models", ()):
+                assert model.startswith("path/to") or locate(model)
+
+
+@pytest.mark.usefixtures("place")
+def test_the_recipe_of_the_how_to_page_answers(capsys):
+    (recipe,) = blocks("docs/how-to.md", "python")
+    assert len(recipe.splitlines()) <= 32
+    exec(recipe, {})
+    assert "platform 2" in capsys.readouterr().out
+
+
+def test_names_of_sentence_transformers_mean_the_same_here():
+    theirs = pytest.importorskip("sentence_transformers")
+    path = str(default_embedder().path)
+    texts = ["Trams run on rails.", "A tram is a train in a street.", "Yeast gives off gas."]
+    rows = re.findall(r"^\| (`.*) \| `(.*)` \|$", (ROOT / "docs/coming-from.md").read_text(), flags=re.MULTILINE)
+    pairs = [(own, here) for there, here in rows for own in re.findall(r"`([^`]+)`", there)]
+    data = re.compile(r"\b(texts|a)\b")  # what the columns have in common
+    pairs = [(own, here) for own, here in pairs if data.search(own) and data.search(here)]
+    assert len(pairs) == 9
+    with LLM(path, task="embed", use_tqdm_on_load=False, num_threads=1) as llm:
+        model = theirs.SentenceTransformer(path, device="cpu")
+        names = {"np": np, "llm": llm, "PoolingParams": PoolingParams, "util": theirs.util, "model": model}
+        names |= {"texts": texts, "a": model.encode(texts), "check": np.testing.assert_allclose}
+        for own, here in pairs:
+            exec(f"check({here}, {own}, atol=1e-5, err_msg={own!r})", names)
 
 
 @pytest.mark.usefixtures("place")

@@ -236,13 +236,17 @@ def _pooler_config(value: Any) -> dict[str, Any]:
     return as_pooler_config(value).options()
 
 
+RENAMED = {
+    "block_size": "page_size",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_pages",
+}
+
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "load_format": lambda value: {"load_format": "auto" if value in ("hf", "mistral") else value},
     "hf_overrides": _hf_overrides,
     "dtype": _dtype,
-    "block_size": _renamed("page_size"),
-    "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
-    "num_gpu_blocks_override": _renamed("num_pages"),
+    **{name: _renamed(ours) for name, ours in RENAMED.items()},
     "runner": _runner,
     "convert": _convert,
     "async_scheduling": _async_scheduling,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import slipstream
 from slipstream.base.errors import SlipstreamError
+from slipstream.serve.cli.elsewhere import command_hint
 from slipstream.serve.cli.failure import Parser, asks_for_json, print_failure
 from slipstream.serve.cli.flags import set_up_streams
 from slipstream.serve.cli.run import INTERRUPTED, OpenLLM, open_llm
@@ -59,15 +60,6 @@ EXAMPLES = {
     "replay": ["slipstream replay record.slipstream --model path/to/model"],
     "doctor": ["slipstream doctor"],
 }  # fmt: skip
-# commands of Ollama, and what does the same here
-ELSEWHERE = {
-    "run": "to talk to a model: slipstream chat --model {name}",
-    "pull": "models of the Hugging Face hub are downloaded when they are first named (ORG/NAME), and those that Ollama "
-    "has pulled run by name: slipstream chat --model {name}",
-    "list": "of a running server: curl 127.0.0.1:8000/v1/models",
-    "ps": "for the models and load of a running server: slipstream top",
-    "show": "for the configuration and memory of a model: slipstream plan --model {name}",
-}
 BROKEN_PIPE = 141  # and for SIGPIPE
 
 
@@ -111,11 +103,10 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         assert isinstance(command, Parser)
         command.examples = EXAMPLES.get(name, ())
     if argv and not argv[0].startswith("-") and argv[0] not in MODULES:
-        if argv[0] in ELSEWHERE:
-            name = next((each for each in argv[1:] if not each.startswith("-")), "MODEL")
-            parser.error(f"there is no command {argv[0]}; {ELSEWHERE[argv[0]].format(name=name)}")
         near = difflib.get_close_matches(argv[0], MODULES, n=1)
         hint = f"did you mean {near[0]}?" if near else "slipstream --help lists the commands"
+        name = next((each for each in argv[1:] if not each.startswith("-")), "MODEL")
+        hint = command_hint(argv[0], name) or hint
         parser.error(f"there is no command {argv[0]}; {hint}")
     return parser
 

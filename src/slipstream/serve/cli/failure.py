@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, SlipstreamError
 from slipstream.base.log import FORMAT, set_up_log
 from slipstream.config.options import Options
-from slipstream.config.vllm_args import REFUSED
+from slipstream.serve.cli.elsewhere import flag_hint
 from slipstream.serve.cli.flags import COMMON, LONG_GROUPS, SAMPLING_HELP
 from slipstream.serve.http.server.errors import Flags
 from slipstream.serve.http.server.settings import ServerSettings
@@ -50,7 +50,7 @@ def one_line(error: BaseException) -> str:
 
 class Parser(argparse.ArgumentParser):
     """Shows one screen of help, or all of it. Suggests the nearest flag for an unknown one, in the subcommand where it
-    was given; says why options of vLLM are not there."""
+    was given; says what flags of other programs are here."""
 
     def __init__(self, *, examples: Sequence[str] = (), **how: Any) -> None:
         super().__init__(add_help=False, formatter_class=_Formatter, **how)
@@ -104,8 +104,8 @@ class Parser(argparse.ArgumentParser):
         first = unknown[0].split("=")[0]
         if not first.startswith("-"):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._argument_hint(first)}")
-        if (refused := REFUSED.get(first.lstrip("-").replace("-", "_"))) is not None:
-            self.error(f"there is no flag {first}: {refused[1]}")
+        if (elsewhere := flag_hint(first)) is not None:
+            self.error(f"there is no flag {first}; {in_flags(elsewhere)}")
         near = difflib.get_close_matches(first, self._option_string_actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
         self.error(f"there is no flag {first}; {hint}")

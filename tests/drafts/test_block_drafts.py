@@ -23,6 +23,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
+from slipstream.runner.model_drafter import BlockDrafter
 from tiny import write_weights
 from tiny_drafters import HEAD_DIM, write_dflash, write_few
 
@@ -184,7 +185,7 @@ def test_memory_is_planned_to_the_byte(model, drafter):
     config, memory = estimate_build(make_options(**options))
     with LLM(**options, use_tqdm_on_load=False) as llm:
         runner = llm.core.executor
-        models = [runner.model, runner.drafter.model]
+        models = [runner.model, runner.find(BlockDrafter).model]
         tensors = chain(*((*each.parameters(), *each.buffers()) for each in models))
         assert sum(tensor.nbytes for tensor in tensors) == memory.weights
         stored = sum(cache.nbytes for pair in runner.store.caches for cache in pair)

@@ -9,6 +9,7 @@ from quantized_checkpoint import quantize
 from slipstream import LLM, SamplingParams
 from slipstream.device.sync_check import watch
 from slipstream.nn.weights.quantized_weight import QuantizedWeight
+from slipstream.runner.model_drafter import BlockDrafter, HeadDrafter
 from tiny import write_tiny
 from tiny_drafters import write_dflash, write_eagle3, write_few, write_mtp
 
@@ -114,7 +115,7 @@ def test_mtp_of_quantised_checkpoints(tmp_path, family):
         options = OPTIONS | dict(dtype="bfloat16", device="cuda", dequantize=dequantize, enforce_eager=eager)
         with LLM(str(model), **options, depth=0 if eager else 2, speculative_config=spec) as llm:
             llm.core.scheduler.drafts.length = None  # all plans have drafts, whatever they cost
-            head = llm.core.executor.drafter.model
+            head = llm.core.executor.find(HeadDrafter | BlockDrafter).model
             assert any(isinstance(module, QuantizedWeight) for module in head.modules()) != dequantize
             spy = DraftSpy(llm) if eager else None
             llm.generate(many, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

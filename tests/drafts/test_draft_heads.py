@@ -23,6 +23,7 @@ from slipstream import SamplingParams
 from slipstream.base.errors import BadCheckpoint, InvalidOption
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
+from slipstream.runner.model_drafter import HeadDrafter
 from tiny import write_tiny, write_weights
 from tiny_drafters import HEAD_DIM, write_eagle, write_eagle3, write_few, write_mtp
 
@@ -172,7 +173,7 @@ def test_memory_of_the_head_is_planned_to_the_byte(method):
         config, memory = estimate_build(make_options(**options, max_model_len=llm.config.scheduler.max_model_len))
         assert config.cache.drops_last_page and config.draft.reads_hidden
         runner = llm.core.executor
-        models = [runner.model, runner.drafter.model]
+        models = [runner.model, runner.find(HeadDrafter).model]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         assert sum(tensor.nbytes for tensor in tensors) == memory.weights
 
@@ -222,7 +223,7 @@ def test_other_eagle3_heads(tmp_path):
     write_weights(head, renamed | {"embed_tokens.weight": embedding.clone()})
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
     with make(str(model), speculative_config=spec, chunked=True) as llm:
-        assert llm.core.executor.drafter.model.embedding is not None
+        assert llm.core.executor.find(HeadDrafter).model.embedding is not None
         llm.core.scheduler.drafts.length = None
         spy = DraftSpy(llm)
         llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=8))
@@ -391,7 +392,7 @@ def test_steps_without_drafts_store_entries_only(tmp_path):
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     with make(str(model), speculative_config=spec, chunked=True, cached=True) as llm:
         llm.core.scheduler.drafts.length = Alternating()
-        drafter = llm.core.executor.drafter
+        drafter = llm.core.executor.find(HeadDrafter)
         run, propose, passes = drafter.model.run, drafter.propose, []
         drafter.model.run = lambda *args: (passes.append(1), run(*args))[1]
         by_drafts: dict[int, int] = {}

@@ -17,6 +17,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import BadCheckpoint, InvalidOption, ModelNotFound
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
+from slipstream.runner.model_drafter import ModelDrafter
 from tiny import tiny_weights, write_tiny, write_weights
 
 ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 24}
@@ -75,7 +76,7 @@ def test_proposals_are_those_of_the_whole_text(folders, options):
         spy = DraftSpy(llm)
         for params in (SAMPLED, GREEDY):
             llm.generate(PROMPTS, params)
-        model, seen = llm.core.executor.drafter.model, {}
+        model, seen = llm.core.executor.find(ModelDrafter).model, {}
         for tokens, drafts in spy.proposals:
             if len(tokens) + len(drafts) <= MAX_LEN:  # further positions exist in no row
                 seen[*tokens, *drafts] = drafts
@@ -91,7 +92,7 @@ def test_partly_accepted_drafts_leave_no_gap(folders):
         llm.generate(PROMPTS, SAMPLED)
         counts = llm.core.scheduler.drafts.counts
         assert 0 < counts.num_accepted < counts.num_drafts
-        model = llm.core.executor.drafter.model
+        model = llm.core.executor.find(ModelDrafter).model
         for tokens, drafts in spy.proposals[::4]:
             if len(tokens) + len(drafts) <= MAX_LEN:
                 assert argmax_after(plain_logits(model, [*tokens, *drafts[:-1]]), len(drafts)) == drafts
@@ -166,7 +167,7 @@ def test_a_draft_model_computes_at_most_one_step_of_tokens_to_catch_up(folders):
 
 def test_a_draft_model_does_not_run_while_there_are_no_drafts(folders, monkeypatch):
     with open_llm(folders["target"], folders["target"]) as llm:
-        drafts, model, seen = llm.core.scheduler.drafts, llm.core.executor.drafter.model, []
+        drafts, model, seen = llm.core.scheduler.drafts, llm.core.executor.find(ModelDrafter).model, []
         forward = type(model).forward
         monkeypatch.setattr(
             type(model),
@@ -190,7 +191,7 @@ def test_memory_is_planned_to_the_byte(folders):
     config, memory = estimate_build(make_options(**options))
     with LLM(**options, use_tqdm_on_load=False) as llm:
         runner = llm.core.executor
-        models = [runner.model, runner.drafter.model]
+        models = [runner.model, runner.find(ModelDrafter).model]
         tensors = chain(*((*model.parameters(), *model.buffers()) for model in models))
         assert sum(tensor.nbytes for tensor in tensors) == memory.weights
         stored = sum(cache.nbytes for pair in runner.store.caches for cache in pair)

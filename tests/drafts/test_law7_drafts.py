@@ -21,7 +21,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
 from slipstream.ops.sampling import MatchRule
-from slipstream.runner.input_batch import Size
+from slipstream.runner.features import Size
 from tiny import write_tiny
 from tiny_drafters import write_dflash, write_eagle3
 from tiny_encoder import write_tiny_encoder

@@ -24,6 +24,7 @@ from slipstream.engine.build import estimate_build
 from slipstream.nn import load as loading
 from slipstream.nn.weights.quantized_weight import DequantizedWeight, QuantizedWeight
 from slipstream.nn.weights.weight_format import UnquantizedWeight
+from slipstream.runner.model_drafter import BlockDrafter, HeadDrafter
 from tiny import write_weights
 from tiny_drafters import write_dflash, write_eagle, write_eagle3, write_few, write_mtp
 
@@ -115,7 +116,7 @@ def test_proposals_are_those_of_the_weights_that_are_meant(name, tmp_path, monke
     model, plain = case.write(tmp_path)
     reference = PlainMtp(plain)
     with make(str(model)) as without, open_llm(model, **PAIRED[0]) as llm:
-        weights = dict(llm.core.executor.drafter.model.named_modules())
+        weights = dict(llm.core.executor.find(HeadDrafter | BlockDrafter).model.named_modules())
         for product in case.quantized + case.plain:
             weight = getattr(weights.get(product), "weight", weights.get(product))
             assert isinstance(weight, QuantizedWeight) == (product in case.quantized), product
@@ -134,9 +135,9 @@ def test_memory_of_the_layer_is_planned_to_the_byte(name, storage, tmp_path):
         options = dict(model=str(model), speculative_config=SPEC, dtype="float64", num_pages=40, max_num_seqs=5)
         _, memory = estimate_build(make_options(**options, max_model_len=llm.config.scheduler.max_model_len))
         runner = llm.core.executor
-        models = [runner.model, runner.drafter.model]
+        models = [runner.model, runner.find(HeadDrafter | BlockDrafter).model]
         assert memory.weights == sum(t.nbytes for model in models for t in (*model.parameters(), *model.buffers()))
-        kinds = {type(module) for module in runner.drafter.model.modules()}
+        kinds = {type(module) for module in runner.find(HeadDrafter | BlockDrafter).model.modules()}
         if name == "DeepSeek-V3":
             assert (QuantizedWeight in kinds) == (storage == "quantised") and DequantizedWeight in kinds
 
@@ -189,7 +190,7 @@ def test_weights_that_are_quantised_at_load(storage, tmp_path):
         llm.core.scheduler.drafts.length = None
         assert_same(llm.generate(PROMPTS, GREEDY), without.generate(PROMPTS, GREEDY))
         runner = llm.core.executor
-        head = runner.drafter.model
+        head = runner.find(HeadDrafter | BlockDrafter).model
         kind = QuantizedWeight if storage == "quantised" else DequantizedWeight
         assert type(head.layers[0].attention.qkv.weight) is type(head.layers[0].mlp.gate_up) is kind
         assert type(head.projection.weight) is UnquantizedWeight
@@ -235,7 +236,10 @@ def test_quantised_heads(write, method, storage, tmp_path):
             llm.core.scheduler.drafts.length = None
             spy = DraftSpy(llm)
             found.append((llm.generate(PROMPTS, GREEDY), spy.proposals))
-            is_kept = any(isinstance(module, QuantizedWeight) for module in llm.core.executor.drafter.model.modules())
+            is_kept = any(
+                isinstance(module, QuantizedWeight)
+                for module in llm.core.executor.find(HeadDrafter | BlockDrafter).model.modules()
+            )
             assert is_kept == (storage == "quantised" and method != "plain" and head is heads[0])
     assert_same(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]

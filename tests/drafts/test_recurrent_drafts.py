@@ -17,6 +17,7 @@ from replay_drafter import ReplayDrafter
 from slipstream import LLM
 from slipstream.base.errors import UnsupportedModel
 from slipstream.config.memory import estimate_memory
+from slipstream.runner.stores import StateStore
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
 
@@ -140,7 +141,7 @@ def test_delta_nets_and_state_spaces(tmp_path: Any, family: str) -> None:
 def test_memory_is_what_the_plan_says(hybrid: Model) -> None:
     """Rings of inputs belong to rows; checkpoints have none."""
     with make(hybrid.folder, max_num_seqs=5, num_checkpoints=3, drafts="ngram:3") as llm:
-        memory, states = estimate_memory(llm.core.config, 0), llm.core.executor.states
+        memory, states = estimate_memory(llm.core.config, 0), llm.core.executor.find(StateStore)
         assert memory.states + memory.checkpoints == states.num_bytes
         assert [tuple(site["replay"].shape) for site in states.sites] == [(6, 8, 48), (6, 8, 48), (6, 8, 32)]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.runner.lora_store import AdapterStore
 from tiny import write_tiny
 from tiny_adapter import write_adapter
 
@@ -32,7 +33,7 @@ def test_adapters_that_take_turns_in_one_slot_give_the_tokens_of_the_cpu(tmp_pat
             use_tqdm_on_load=False,
             **options,
         ) as llm:
-            store = llm.core.executor.adapters
+            store = llm.core.executor.find(AdapterStore)
             assert (store._stream is llm.core.executor.device.compute) == (device == "cpu")
             found = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=given)
             found += llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=given[::-1])

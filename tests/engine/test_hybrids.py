@@ -14,6 +14,7 @@ from delayed_device import DelayedDevice
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.device.device import Device
+from slipstream.runner.stores import StateStore
 from tiny import write_tiny
 
 FAMILIES = ["qwen3_next", "qwen3_5", "mamba2", "falcon_h1"]
@@ -38,7 +39,7 @@ def make(folder: str, device: Device | None = None, **options: Any) -> LLM:
         num_checkpoints=12, depth=0, use_tqdm_on_load=False, _device=device,
     )  # fmt: skip
     llm = LLM(folder, **(usual | options))
-    for tensor in llm.core.executor.states.tensors.values():
+    for tensor in llm.core.executor.find(StateStore).tensors.values():
         tensor.fill_(float("nan"))  # states are never cleared
     return llm
 

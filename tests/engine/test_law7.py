@@ -12,7 +12,7 @@ from law7_engine import GREEDY, SHORT, assert_same, logprobs, make
 from repeats import slow
 from replay_device import ReplayDevice, captured_forwards
 from slipstream import SamplingParams
-from slipstream.runner.input_batch import Size
+from slipstream.runner.features import Size
 from tiny import write_tiny
 
 

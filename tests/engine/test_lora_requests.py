@@ -14,6 +14,7 @@ from replay_device import ReplayDevice
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.base.errors import InvalidAdapter, InvalidOption, InvalidParams
 from slipstream.contracts.messages import Submit
+from slipstream.runner.lora_store import AdapterStore
 from tiny import write_tiny
 from tiny_adapter import LLAMA_MODULES, merge, write_adapter
 from tiny_encoder import write_tiny_encoder
@@ -104,7 +105,7 @@ CELLS = [
 def test_a_step_waits_for_the_load_of_its_adapter(model, adapters, wanted):
     device = DelayedDevice(2, longest=0.0)
     with start(model, device, batched=True, depth=2, max_loras=1, max_cpu_loras=3) as llm:
-        llm.core.executor.adapters._stream.before = lambda: time.sleep(0.004)
+        llm.core.executor.find(AdapterStore)._stream.before = lambda: time.sleep(0.004)
         loras = [*adapters, *adapters[:2]]
         results = [llm.generate(PROMPTS[i], GREEDY, use_tqdm=False, lora_request=lora) for i, lora in enumerate(loras)]
         for index, (lora, result) in enumerate(zip(loras, results, strict=True)):

@@ -16,6 +16,7 @@ from replay_device import ReplayDevice, captured_forwards
 from slipstream import LLM, SamplingParams
 from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
+from slipstream.runner.stores import StateStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
 SAMPLED = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12, logprobs=0)
@@ -52,7 +53,7 @@ def make(folder: str, device: Device | None = None, **options: Any) -> LLM:
         max_num_batched_tokens=1024, num_checkpoints=8, depth=0, use_tqdm_on_load=False, _device=device,
     )  # fmt: skip
     llm = LLM(folder, **(usual | options))
-    for tensor in llm.core.executor.states.tensors.values():
+    for tensor in llm.core.executor.find(StateStore).tensors.values():
         tensor.fill_(float("nan"))  # states are never cleared
     return llm
 
@@ -165,7 +166,7 @@ def test_a_nan_state_reaches_no_later_request(hybrid: Model) -> None:
 def test_memory_is_what_the_plan_says(hybrid: Model) -> None:
     with make(hybrid.folder, max_num_seqs=5, num_checkpoints=3) as llm:
         memory = estimate_memory(llm.core.config, 0)
-        states = llm.core.executor.states
+        states = llm.core.executor.find(StateStore)
         assert memory.states + memory.checkpoints == states.num_bytes
         assert [tuple(site["sum"].shape) for site in states.sites] == [(9, 24), (9, 24), (9, 16)]
         # sites of equal spec lie in one tensor

@@ -25,6 +25,8 @@ from slipstream.checkpoint.locate import locate
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
 from slipstream.ops.platform import native
+from slipstream.runner.rows import PageTables
+from slipstream.runner.sampling.sampler import Sampler
 from small_model import write_small
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
@@ -54,12 +56,12 @@ def check_buffers(llm, memory):
     assert sum(storage.nbytes() for storage in stored.values()) == memory.cache
     assert num_bytes([runner.ring.arena]) == memory.staging
     assert num_bytes(buffer.tensor for buffer in runner.ring.buffers) == memory.staging_host
-    late = [stage.ring for stage in runner.sampler.stages if hasattr(stage, "ring")]  # masks and biases
+    late = [stage.ring for stage in runner.find(Sampler).stages if hasattr(stage, "ring")]  # masks and biases
     assert len(late) == 2 and num_bytes(ring.arena for ring in late) == memory.masks
     assert num_bytes(buffer.tensor for ring in late for buffer in ring.buffers) == memory.masks_host
     assert num_bytes(buffer.on_device for buffer in runner.heads[0].results.buffers) == memory.results
     assert num_bytes(buffer.host_tensor for buffer in runner.heads[0].results.buffers) == memory.results_host
-    tables = next(state.tables for state in runner.row_states if hasattr(state, "tables"))
+    tables = runner.find(PageTables).tables
     assert num_bytes(tables) <= memory.tables
 
 

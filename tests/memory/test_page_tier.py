@@ -10,6 +10,7 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config import memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
+from slipstream.runner.page_tier import PageTier
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
@@ -81,7 +82,7 @@ def test_a_prompt_that_left_the_device_is_a_hit(folders):
 
 def test_the_memory_of_slots_is_planned(folders):
     with make(folders["llama"], tier=2**-10) as llm:
-        tier = llm.core.executor.tier
+        tier = llm.core.executor.find(PageTier)
         assert sum(group.tensor.nbytes for group in tier._groups) <= 2**20
         assert sum(group.tensor.nbytes for group in tier._groups) > 0.9 * 2**20
 

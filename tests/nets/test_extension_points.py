@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from import_graph import import_graph
+from replay_device import PaddedAttention, ReplayDevice, captured_forwards
+from slipstream import LLM, SamplingParams
+from slipstream.nn.context import GivenEmbeddings
+from slipstream.runner.features import ForwardPart, StepFeature
+from tiny import write_tiny
 
 SRC = Path(__file__).parents[2] / "src"
 Graph = dict[str, set[str]]
@@ -15,10 +23,8 @@ Graph = dict[str, set[str]]
 # registered at its extension point (ARCHITECTURE.md). An entry is added only if the order of a step changes.
 STEP_ORDER = {
     "runner.runner": """
-        contracts.step device.device device.streams device.sync_check nn.context nn.decoder ops.recurrent
-        runner.drafted_plan runner.drafter runner.graphs runner.input_batch runner.lora_store runner.page_tier
-        runner.pool_head runner.pool_results runner.results runner.rows runner.sampling.sampler runner.staging
-        runner.stores
+        contracts.step device.streams device.sync_check nn.context nn.decoder runner.features runner.graphs
+        runner.input_batch runner.results runner.staging runner.stores
     """,
     "engine.core": """
         base.errors config.config contracts.messages contracts.request contracts.step engine.pacing handoff.client
@@ -84,7 +90,7 @@ def test_implementations_are_imported_by_their_package_only(graph: Graph) -> Non
     ("file", "feature"),
     [
         ("runner.runner", "runner.sampling.penalties"),
-        ("runner.runner", "runner.model_drafter"),
+        ("runner.runner", "runner.lora_store"),
         ("engine.core", "scheduler.grammar.structural_tag"),
     ],
 )
@@ -109,3 +115,59 @@ def test_an_entry_that_is_no_import_any_more_is_found(graph: Graph) -> None:
 def test_an_implementation_that_is_imported_elsewhere_is_found(graph: Graph, file: str, implementation: str) -> None:
     found = outside_of_their_package({**graph, file: graph[file] | {implementation}})
     assert found == [f"{file}: {implementation}"]
+
+
+FIRST = 90  # of the token ids that the arena has embeddings for
+
+
+class ArenaEmbeddings(StepFeature):
+    """A feature of a step in one class: some tokens have embeddings that lie on the device, in a table of slots. Unlike
+    embeddings that requests bring, they leave steps padded and captured."""
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self.arena = arena
+        self.num_steps = 0
+
+    def join_forward(self, plan, upload, size):
+        is_given = plan.tokens >= FIRST
+        if not is_given.any():
+            return None
+        self.num_steps += 1
+        starts = np.cumsum(plan.num_tokens) - plan.num_tokens
+        spans = zip(starts.tolist(), plan.num_host_tokens.tolist(), strict=True)
+        indices = np.concatenate([np.arange(start, start + num) for start, num in spans])[is_given]
+        slots = plan.tokens[is_given] - FIRST
+        if size is not None:  # the last one is written several times
+            indices, slots = (np.pad(each, (0, size.tokens - len(slots)), "edge") for each in (indices, slots))
+        where, which = upload.put(indices.astype(np.int64)), upload.put(slots.astype(np.int64))
+
+        def add(batch, context):
+            given = GivenEmbeddings(upload.tensor(where), self.arena.index_select(0, upload.tensor(which)))
+            return replace(context, batch=replace(context.batch, embeds=given))
+
+        return ForwardPart("arena", add)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_feature_joins_a_step_as_one_entry_of_the_list(tmp_path, graphs):
+    """Its tokens are those of the ids whose embeddings are in the arena, in steps with chunks and decodes, beside
+    prompts without it; and captured steps with and without it do not mix."""
+    prompts = [[5, 6, *range(FIRST, FIRST + 9), 7], [8, FIRST + 3], [3, 4, 5], [9] * 14 + [FIRST] * 3]
+    meant = [[each - FIRST + 10 if each >= FIRST else each for each in prompt] for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    options = dict(
+        use_tqdm_on_load=False, dtype="float64", max_model_len=32, page_size=4, max_num_seqs=3,
+        max_num_batched_tokens=8, depth=1, enable_prefix_caching=False,
+    )  # fmt: skip
+    folder = str(write_tiny(tmp_path, "llama"))
+    with LLM(folder, **options, _device=ReplayDevice(1) if graphs else None) as llm:
+        runner = llm.core.executor
+        runner.attention = PaddedAttention(runner.attention.groups, torch.float64)
+        wanted = [result.outputs[0].token_ids for result in llm.generate(meant, params)]
+        arena = ArenaEmbeddings(runner.model.embedding.weight.data[10 : 10 + 9].clone())
+        runner.features.append(arena)
+        assert [result.outputs[0].token_ids for result in llm.generate(prompts, params)] == wanted
+        assert [result.outputs[0].token_ids for result in llm.generate(meant, params)] == wanted
+        assert arena.num_steps > 3
+        keys = captured_forwards(runner.graphs)
+        assert not graphs or {"arena" in key for key in keys} == {True, False}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_only_last import PaddedAttention
 
 from hand_batch import HandRunner
 from hand_load import load
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
-from replay_device import ReplayDevice
+from replay_device import PaddedAttention, ReplayDevice
 from slipstream.nn.chains import CudaChain
 from slipstream.nn.shapes import tail_of
 from slipstream.params.pooling import PoolingParams

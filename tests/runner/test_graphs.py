@@ -18,8 +18,8 @@ from slipstream.config.resolve import Source, resolve
 from slipstream.contracts.step import NO_INTS, NO_PAGES, PoolPlan, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.registry import find_shape
+from slipstream.runner.features import Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.input_batch import Size
 from small_model import CONFIG
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from slipstream.contracts.step import NO_INTS, StepPlan
 from slipstream.device.device import Device
 from slipstream.runner.drafted_plan import expand_drafts
-from slipstream.runner.input_batch import InputBatch, Size
+from slipstream.runner.features import Size
+from slipstream.runner.input_batch import InputBatch
 from slipstream.runner.rows import PageTables, RowTable
 from slipstream.runner.staging import HostRing
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import pytest
 import torch
 
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
-from replay_device import ReplayDevice, tensors_in
-from slipstream.nn.sdpa import SdpaAttention
+from replay_device import PaddedAttention, ReplayDevice, tensors_in
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from tiny import write_tiny
@@ -90,30 +86,6 @@ def _plan_of(bench, prompts):
     for prompt in prompts:
         bench.submit(prompt, EMBED)
     return bench.core.scheduler.plan()
-
-
-class PaddedAttention(SdpaAttention):
-    """Handles chunks that are padded to a size by reading the device's counts, which a test may do."""
-
-    def make_metadata(self, batch, after=None):
-        if batch.query_starts is None:
-            return super().make_metadata(batch, after)
-        counts = batch.query_starts.diff().numpy()
-        num_rows = int((counts > 0).sum())
-        counts = counts[:num_rows]
-        real = dataclasses.replace(
-            batch,
-            lengths=batch.lengths[:num_rows],
-            page_tables=tuple(table[:num_rows] for table in batch.page_tables),
-            num_tokens=counts,
-            max_lengths=batch.lengths[:num_rows].numpy().astype(np.int32),
-            num_single=int((counts == 1).cumprod().sum()),
-        )
-        return super().make_metadata(real)
-
-    def forward(self, query, key, value, site, scale, context, sinks=None):
-        out = super().forward(query, key, value, site, scale, context, sinks)
-        return torch.cat([out, out.new_zeros(len(query) - len(out), *out.shape[1:])])
 
 
 MIXES = {

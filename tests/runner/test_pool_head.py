@@ -10,8 +10,8 @@ from slipstream.device.device import Device
 from slipstream.params.pooling import PoolingParams
 from slipstream.runner import pool_tokens
 from slipstream.runner import results as home
+from slipstream.runner.features import Size
 from slipstream.runner.graphs import GraphOutputs
-from slipstream.runner.input_batch import Size
 from slipstream.runner.pool_methods import PoolModes
 from slipstream.runner.pool_tokens import QueryStore
 from slipstream.runner.staging import HostRing
@@ -39,7 +39,7 @@ def test_vectors_of_every_size_share_a_graph(tmp_path, normalize, monkeypatch):
         head = bench.core.executor.heads[-1]
         real, head.graphs = head._prepare_alike, Recorder()
         monkeypatch.setattr(
-            head, "_prepare_alike", lambda plan, mode, size, last: real(plan, mode, Size(64, len(plan.rows)), last)
+            head, "_prepare_alike", lambda plan, mode, size, *rest: real(plan, mode, Size(64, len(plan.rows)), *rest)
         )
         for width in range(1, full.shape[1] + 1):
             cut = full[:, :width]

@@ -16,9 +16,9 @@ from slipstream.config.config import StateConfig
 from slipstream.contracts.cache_spec import StateField, StateSpec
 from slipstream.contracts.step import NO_INTS, StatePlan, StepPlan
 from slipstream.device.device import Device
-from slipstream.nn.context import BatchView
+from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.ops.recurrent import RecurrentSteps
-from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.features import Gathered, Size
 from slipstream.runner.staging import HostRing
 from slipstream.runner.stores import StateStore
 
@@ -59,7 +59,7 @@ def steps_of(store: StateStore, device: Device, plan: StepPlan, size: Size | Non
     """What the store makes of a plan, as the runner asks for it."""
     ring = HostRing(2, 1 << 14, device)
     upload = ring.open()
-    make = store.prepare(plan, upload, size)
+    add = store.join_forward(plan, upload, size).add
     upload.send(device.compute)
     num_rows, num_tokens = (len(plan.rows), plan.total_tokens) if size is None else (size.rows, size.tokens)
     rows = torch.full((num_rows,), NUM_ROWS - 1)
@@ -74,9 +74,10 @@ def steps_of(store: StateStore, device: Device, plan: StepPlan, size: Size | Non
         torch.zeros(num_tokens, dtype=torch.int64), lengths=lengths, slots=(), page_tables=(),
         num_tokens=plan.num_tokens, max_lengths=plan.lengths, num_single=0, query_starts=starts,
     )  # fmt: skip
+    context = ForwardContext(view, None, None, [], ())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        make(Gathered(view, rows))  # reads no value on the host
-    return make(Gathered(view, rows))
+        add(Gathered(view, rows), context)  # reads no value on the host
+    return add(Gathered(view, rows), context).recurrent
 
 
 def test_a_checkpoint_is_copied_to_a_row_at_every_site(store: StateStore, device: Device) -> None:
@@ -129,7 +130,7 @@ def test_padded_steps_upload_arrays_of_one_size(store: StateStore, device: Devic
     ends = []
     for states in (None, saves((0, 128, 1)), saves((0, 128, 1), (1, 128, 0))):
         upload = ring.open()
-        store.prepare(plan([1, 70, 3], [128, 134, 3], states), upload, Size(100, 4))
+        store.join_forward(plan([1, 70, 3], [128, 134, 3], states), upload, Size(100, 4))
         ends.append(upload.put(np.zeros(1, np.int32)).start)
     assert len(set(ends)) == 1
 

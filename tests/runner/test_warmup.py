@@ -12,8 +12,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.base.errors import NotEnoughMemory
 from slipstream.config.memory import estimate_memory
 from slipstream.device.device import Device
+from slipstream.runner.features import Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.input_batch import Size
 from slipstream.runner.rows import RowTable
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import FEATURES, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
@@ -125,7 +125,7 @@ def test_warm_up_releases_every_row(folder):
         runner = llm.core.executor
         runner.graphs.token_sizes = []
         warm_up_of(llm).dry_run()
-        sampler = next(state for state in runner.row_states if isinstance(state, Sampler))
+        sampler = runner.find(Sampler)
         everyone = np.arange(4)
         assert not any(stage.is_used_by(everyone) for stage in (*sampler.stages, sampler.draw))
 
@@ -352,7 +352,7 @@ def test_planned_lengths_of_a_warm_up_bound_those_on_the_device(folder, max_toke
     """Attention reads as many pages as the plan says, so that must never be too few."""
     with LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=max_tokens))) as llm:
         runner, launch = llm.core.executor, llm.core.executor.launch
-        table = next(state for state in runner.row_states if isinstance(state, RowTable))
+        table = runner.find(RowTable)
         seen = []
 
         def watched(plan):

@@ -18,6 +18,7 @@ from repeats import slow
 from replay_drafter import ReplayDrafter
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.runner.stores import StateStore
 from slipstream.scheduler.grammar import mask_pool
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
@@ -72,7 +73,7 @@ def make(folder: str, **options: Any) -> LLM:
         use_tqdm_on_load=False,
     )  # fmt: skip
     llm = LLM(folder, **(usual | options))
-    for tensor in llm.core.executor.states.tensors.values():
+    for tensor in llm.core.executor.find(StateStore).tensors.values():
         tensor.fill_(float("nan"))  # states are never cleared
     return llm
 

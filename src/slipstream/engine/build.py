@@ -63,6 +63,8 @@ from slipstream.ranks.lockstep import LockstepExecutor
 from slipstream.ranks.process import Workers
 from slipstream.ranks.start import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.record.recorder import Recorder
+from slipstream.runner.page_tier import PageTier
+from slipstream.runner.sampling.sampler import Sampler
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.pages import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
@@ -126,7 +128,8 @@ def build_core(
             opened.processors, config, runner.device.torch_device, is_pin_memory=runner.device.can_pin
         )
         # masks for several ranks are sent, or wait for other engines: they are not written to the buffer of a step
-        open_masks = runner.sampler.open_masks if runner.sampler is not None and has_one_rank else None
+        sampler = runner.find(Sampler)
+        open_masks = sampler.open_masks if sampler is not None and has_one_rank else None
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
     if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:
@@ -140,10 +143,11 @@ def build_core(
     copier = tier_copier(executor, runner)
     core = EngineCore(config, executor, constraints, adapters, recorder, weights, peers, copier)
     core.memory = estimate_memory(config, opened.num_bytes).parts
-    if config.transfer is not None and runner.tier is not None and isinstance(core.scheduler, Scheduler):
+    memory_tier = runner.find(PageTier)
+    if config.transfer is not None and memory_tier is not None and isinstance(core.scheduler, Scheduler):
         assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
         tier, pages = core.scheduler.cache.tier, rank_pages(executor)
-        core.join_handoff(Handoff(config, config.transfer, tier, runner.tier, pages))
+        core.join_handoff(Handoff(config, config.transfer, tier, memory_tier, pages))
     return core
 
 

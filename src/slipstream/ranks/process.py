@@ -45,6 +45,8 @@ from slipstream.ranks.plan_ring import (
 from slipstream.ranks.rank_pages import RankPages, ShardPages
 from slipstream.ranks.ranks import ADAPTER, END, FINISH, FREE, LATE, MARK, PLAN, STARTED, TIER, Ranks
 from slipstream.runner.build import build_runner
+from slipstream.runner.lora_store import AdapterStore
+from slipstream.runner.page_tier import PageTier
 from slipstream.runner.runner import ModelRunner
 
 
@@ -86,11 +88,11 @@ def run_rank(config: EngineConfig, plans: PlanSource, store: Path | Store, addre
         return joined[0]
 
     runner, _ = build_runner(config, join=join)
-    pages = None
-    if config.transfer is not None and runner.tier is not None:
-        pages = ShardPages(config, joined[0], runner.tier)
+    pages, tier = None, runner.find(PageTier)
+    if config.transfer is not None and tier is not None:
+        pages = ShardPages(config, joined[0], tier)
     joined[0].send(STARTED.format(config.model.rank), b"")
-    run_plans(runner, plans, config.scheduler.depth, runner.adapters, runner.tier, pages)
+    run_plans(runner, plans, config.scheduler.depth, runner.find(AdapterStore), tier, pages)
     return runner
 
 

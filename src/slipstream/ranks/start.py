@@ -29,6 +29,8 @@ from slipstream.ranks.process import AdapterMemory, RankAdapters, Workers
 from slipstream.ranks.rank_pages import RankPages
 from slipstream.ranks.ranks import END, Ranks
 from slipstream.runner.build import build_runner
+from slipstream.runner.lora_store import AdapterStore
+from slipstream.runner.page_tier import PageTier
 from slipstream.runner.runner import ModelRunner
 
 
@@ -56,8 +58,9 @@ def build_ranks(
         runner, config = ranks.explained(
             lambda: build_runner(config, progress=progress, device=device, join=ranks.join)
         )
-        adapters = None if runner.adapters is None else RankAdapters(runner.adapters)
-        workers = Workers(runner, ranks, adapters, runner.tier)
+        own_adapters = runner.find(AdapterStore)
+        adapters = None if own_adapters is None else RankAdapters(own_adapters)
+        workers = Workers(runner, ranks, adapters, runner.find(PageTier))
         if config.transfer is not None:
             assert ranks.group is not None
             workers.pages = RankPages(ranks.group, workers.write_mark)
@@ -75,12 +78,13 @@ def rank_pages(executor: Executor) -> RankPages | None:
 
 def tier_copier(executor: Executor, runner: ModelRunner) -> TierCopier | None:
     """Copies pages on all ranks; None: the cache has no second tier."""
-    return executor if isinstance(executor, Workers) and runner.tier is not None else runner.tier
+    tier = runner.find(PageTier)
+    return executor if isinstance(executor, Workers) and tier is not None else tier
 
 
 def adapter_memory(executor: Executor, runner: ModelRunner) -> AdapterMemory | None:
     """The memory to which adapters are read, on all ranks; None: the engine has no adapters."""
-    return executor.adapters if isinstance(executor, Workers) else runner.adapters
+    return executor.adapters if isinstance(executor, Workers) else runner.find(AdapterStore)
 
 
 def _open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:

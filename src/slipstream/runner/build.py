@@ -29,16 +29,17 @@ from slipstream.ops.gemm.linear.cublaslt import Choices, RecordedGemms, autotune
 from slipstream.ops.platform.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.params.pooling import PoolingParams
 from slipstream.runner.drafter import Drafter, NgramDrafter
+from slipstream.runner.features import StepFeature
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.input_batch import BatchInputs, InputBatch, RopeRows
+from slipstream.runner.input_batch import BatchInputs, EmbedUploads, InputBatch, RopeRows
 from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.model_drafter import build_drafter, open_draft_model, scratch_pages
 from slipstream.runner.page_tier import PageTier
 from slipstream.runner.pool_head import EncoderBatch, PoolHead
 from slipstream.runner.pool_tokens import ChunkState
 from slipstream.runner.results import HeadMaker, ResultRing
-from slipstream.runner.rows import PageTables, RowState, RowTable, SittingRows, TokenHistory
+from slipstream.runner.rows import PageTables, RowTable, SittingRows, TokenHistory
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.staging import HostRing
@@ -64,8 +65,7 @@ def build_runner(
     group_pages = (1,) * len(config.cache.groups) if measured else config.cache.group_pages
     runner = assemble(config, device, model, group_pages, draft_model)
     if not warms_up:
-        if runner.tier is not None:
-            runner.tier.take_memory(config.cache)
+        _take_tier(runner, config)
         fill(progress)
         if join is not None:
             _connect(runner, config, draft_model, join(device.torch_device))
@@ -97,8 +97,7 @@ def build_runner(
             config = fit_cache(config, room)
             runner.store.take_memory(config.cache.group_pages)
             device.wait_until_idle()
-        if runner.tier is not None:
-            runner.tier.take_memory(config.cache)
+        _take_tier(runner, config)
         if compiler is not None:
             # the last one is most likely attention for chunks, which decode steps do not need; if it is another kernel,
             # the capture that needs it compiles it
@@ -110,12 +109,20 @@ def build_runner(
     return runner, config
 
 
+def _take_tier(runner: ModelRunner, config: EngineConfig) -> None:
+    """Allocate the second tier, once the cache has its size."""
+    tier = runner.find(PageTier)
+    if tier is not None:
+        tier.take_memory(config.cache)
+
+
 def _connect(runner: ModelRunner, config: EngineConfig, draft_model: torch.nn.Module | None, group: Group) -> None:
     connect_ranks(runner.model, group)
     if draft_model is not None:
         connect_ranks(draft_model, group)
-    if runner.sampler is not None and config.model.num_ranks > 1:  # engines that share experts draw for themselves
-        runner.sampler.connect_ranks(group)
+    sampler = runner.find(Sampler)
+    if sampler is not None and config.model.num_ranks > 1:  # engines that share experts draw for themselves
+        sampler.connect_ranks(group)
 
 
 def _autotune(products: RecordedGemms, group: Group | None) -> None:
@@ -203,24 +210,25 @@ def assemble(
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + result_growth_bytes(config))
+    ring = HostRing(num_buffers, arena_bytes(config), device)
     heads: list[HeadMaker] = []
-    # copies of the second tier come before all other work of a step
-    tier = None
-    if cache.tier_bytes:
+    features: list[StepFeature] = []  # in the order of a step
+    if cache.tier_bytes:  # its copies come before all other work
         serves_pages = config.transfer is not None and config.transfer.listen is not None
-        tier = PageTier(store, cache, num_buffers, device, states, is_shared=serves_pages)
-    row_states: list[RowState] = [] if tier is None else [tier]
-    row_states += [store] if states is None else [store, states]
-    sampler = draft_runner = sitting = None
+        features.append(PageTier(store, cache, num_buffers, device, states, is_shared=serves_pages))
+    features += [store] if states is None else [store, states]
+    features += [] if adapters is None else [adapters]
     input_batch: BatchInputs
     if scheduler.is_encoder:
         input_batch = _encoder_batch(config, device)
     else:
         rows = RowTable(num_rows, device, max_drafts)
-        rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
-        input_batch = InputBatch(rows, tables, rope_rows, history)
-        row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
-        row_states += [] if history is None else [history]
+        input_batch = InputBatch(rows, tables, history)
+        features += [rows, tables]
+        if scheduler.short_rope is not None:
+            features.append(RopeRows(num_rows, scheduler.max_model_len, device))
+        features += [] if history is None else [history]
+        features += [EmbedUploads()] if scheduler.prompt_embeds else []
         if config.model.generates:
             sampler = Sampler(
                 num_rows,
@@ -231,10 +239,12 @@ def assemble(
                 max_drafts,
                 scheduler.max_step_drafts,
                 config.model.logprobs_mode,
+                graphs,
             )
             drafter: Drafter | None = None
             if draft_model is not None and history is not None:
-                drafter = draft_runner = build_drafter(config, draft_model, rows, tables, store, history)
+                drafter = build_drafter(config, draft_model, rows, tables, store, history)
+                features.append(drafter)
             elif drafts is not None and history is not None:
                 drafter = NgramDrafter(drafts, rows, history)
             heads.append(
@@ -251,17 +261,15 @@ def assemble(
                     adapters=adapters,
                 )
             )
-            row_states.append(sampler)
-            sitting = SittingRows(rows, num_buffers, device)
+            features += [sampler, SittingRows(rows, num_buffers, device, ring)]
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         own_size = None if config.hidden_width == info.hidden_size else info.hidden_size
         pool = PoolHead(model.heads, pooling, info.vocab_size, chunks, results, graphs, logit_dtype, own_size)
         heads.append(pool)
-        row_states.append(pool)
+        features.append(pool)
     return ModelRunner(
         model=model,
-        device=device,
         attention=choose_attention(
             device.torch_device,
             cache.groups,
@@ -271,17 +279,11 @@ def assemble(
         ),
         store=store,
         input_batch=input_batch,
+        features=features,
         heads=heads,
-        row_states=row_states,
-        ring=HostRing(num_buffers, arena_bytes(config), device),
+        ring=ring,
         results=results,
         graphs=graphs,
-        states=states,
-        sampler=sampler,
-        drafter=draft_runner,
-        adapters=adapters,
-        tier=tier,
-        sitting=sitting,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,19 +13,10 @@ from numpy.typing import NDArray
 
 from slipstream.config.config import DraftConfig
 from slipstream.contracts.cache_spec import CacheGroup
-from slipstream.contracts.step import StepPlan
 from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
 from slipstream.ops.sampling import MatchRule, RowHistory, propose_from_history_
-from slipstream.runner.input_batch import Size
 from slipstream.runner.rows import PageTables, RowTable, TokenHistory
-from slipstream.runner.staging import Upload
 from slipstream.runner.stores import KVStore
-
-Follow = Callable[[ForwardContext, torch.Tensor], None]
-"""Device: the drafter's pass over the tokens of a step. Takes the target's context and its hidden states."""
-
-CatchUp = Callable[[], None]
-"""Device: the drafter's pass over tokens of earlier steps, after the target's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +34,8 @@ class DraftBatch:
 
 
 class Drafter(Protocol):
-    """The last part of a step's head. Drafts never change tokens: a draft counts only if the row then draws it."""
+    """The last part of a step's head. Drafts never change tokens: a draft counts only if the row then draws it. One
+    that computes the tokens of prompts too is also a `StepFeature`."""
 
     # Also runs in steps that need no drafts, with `num_drafts` 0, to store what later steps read; unless plans let it
     # catch up later.
@@ -54,16 +46,6 @@ class Drafter(Protocol):
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew
         last; -1: no draft. May be captured in a graph: reads no device value on the host."""
-
-
-class ForwardDrafter(Drafter, Protocol):
-    """A drafter that also takes part in the forward of steps: it computes the tokens of prompts too."""
-
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
-        """Host: the drafter's part of a step's forward; None if the step needs none."""
-
-    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> CatchUp | None:
-        """Host: the drafter's pass over positions of earlier steps and of prompts; None if there are none."""
 
 
 # NgramDrafter: proposes what followed the last tokens of a row when they occurred before in the same row.

@@ -16,8 +16,8 @@ from slipstream.nn.decoder import CausalLM
 from slipstream.ops.sampling import Accepted, TopLogprobs, earlier_drafts
 from slipstream.runner.drafted_plan import DraftedPlan
 from slipstream.runner.drafter import DraftBatch, Drafter
+from slipstream.runner.features import Gathered, Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.input_batch import Gathered, Size
 from slipstream.runner.lora_store import AdapterStore, Tiles
 from slipstream.runner.results import (
     DRAFTS,
@@ -75,12 +75,15 @@ class GenerateHead:
         return plan.scores is not None or (self.drafter is not None and self.drafter.reads_hidden)
 
     def prepare(
-        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+        self,
+        plan: StepPlan,
+        upload: Upload,
+        size: Size | None = None,
+        *,
+        only_last: bool = False,
+        added: tuple[Hashable, ...] = (),
     ) -> Head | None:
-        """Host: upload what sampling needs; None if no row draws in this step and no prompt is scored.
-
-        `size`: what the forward is padded to; None: it is not padded.
-        """
+        """Host: upload what sampling needs; None if no row draws in this step and no prompt is scored."""
         num_draws, scores = len(plan.rows), plan.scores
         picked = pick = None
         is_mixed = size is not None and not size.is_single
@@ -97,7 +100,7 @@ class GenerateHead:
             pick = np.concatenate([pick, drafts.offsets[None]])
         adapters = self.adapters if self.adapters is not None and self.adapters.changes_head(plan) else None
         if scores is None and adapters is None and (pick is not None or (size is not None and size.is_single)):
-            replayed = self._prepare_replayed(plan, num_draws, pick, size, drafts, upload)
+            replayed = self._prepare_replayed(plan, num_draws, pick, size, drafts, upload, added)
             if replayed is not None:
                 return replayed
         if drafts.run_drafter:
@@ -157,6 +160,7 @@ class GenerateHead:
         size: Size | None,
         drafts: _Drafts,
         upload: Upload,
+        added: tuple[Hashable, ...],
     ) -> Head | None:
         """Host: the head as a captured graph; None if a feature of this step cannot be captured.
 
@@ -189,8 +193,8 @@ class GenerateHead:
         if drafts.run_drafter and self.drafter is not None and self.drafter.always_runs:
             key += (drafts.num_rows,)
         # without indices the hidden states are where the graph of the forward left them: which graph was it?
-        if span is None and plan.adapter_slots is not None:
-            key += ("adapted",)
+        if span is None:
+            key += added
         if span is None and size is not None and size.is_short:
             key += ("short",)
 

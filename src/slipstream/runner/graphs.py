@@ -18,7 +18,8 @@ import torch
 from slipstream.config.memory import sizes_up_to
 from slipstream.contracts.step import StepPlan, StepSizes
 from slipstream.device.device import Device
-from slipstream.runner.input_batch import SHORT_LENGTH, Size
+from slipstream.runner.features import Size
+from slipstream.runner.input_batch import SHORT_LENGTH
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class GraphPool:
         """The size to pad a plan to; None: run it unpadded."""
         if plan.joint_sizes is not None:
             return self._joint_size(plan.joint_sizes, is_padding=not len(plan.rows), has_drafts=plan.has_drafts)
-        if not self.enabled or plan.embeds is not None:
+        if not self.enabled:
             return None
         num_rows = len(plan.rows)
         total = plan.total_tokens if len(plan.tokens) else num_rows

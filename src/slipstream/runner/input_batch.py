@@ -7,17 +7,17 @@ and that the host does not know yet, becomes an input of this step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 
-from slipstream.contracts.step import EmbedPlan, Ints, StepPlan
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.nn.context import BatchView, GivenEmbeddings
+from slipstream.nn.context import BatchView, ForwardContext, GivenEmbeddings
 from slipstream.ops.elementwise import MAX_ADVANCED_DRAFTS, StepRows, gather_inputs
-from slipstream.runner.drafted_plan import DraftedPlan
+from slipstream.runner.drafted_plan import DraftedPlan, expand_drafts
+from slipstream.runner.features import ForwardPart, Gathered, Size, StepFeature
 from slipstream.runner.rows import PageTables, RowTable, TokenHistory
 from slipstream.runner.staging import StagedTensor, Upload
 
@@ -29,57 +29,13 @@ SHORT_LENGTH = 1024
 row may have; those without keys take the multiprocessors for a moment that the next kernel needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The size that a step is padded to. With as many tokens as rows, each row has one token."""
-
-    tokens: int
-    rows: int
-    all_long: bool = False  # no row has exactly one token, so attention skips the search for such rows
-    # rows of one token, some of which are positions of one drafted row: attention computes them together
-    has_drafts: bool = False
-    is_short: bool = False  # one row of up to SHORT_LENGTH tokens
-
-    @property
-    def is_single(self) -> bool:
-        return self.tokens == self.rows
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    view: BatchView
-    rows: torch.Tensor  # [B] int64; empty if rows last for one step only
-    # [B] int64, index of the row among those of its drafted row; None: no row has drafts, or some have several tokens
-    offsets: torch.Tensor | None = None
-    sitting: torch.Tensor | None = None  # [sitting] int64, rows that draw nothing; None: all draw
-    is_advanced: bool = False  # whether the row table has the lengths after the step already
-
-    def for_heads(self) -> Gathered:
-        """Without what only the layers read, so that its memory can be reused."""
-        old = self.view
-        nothing = old.lengths[:0]
-        # in every step: `replace` takes ten times as long
-        view = BatchView(
-            ids=nothing,
-            positions=nothing,
-            lengths=old.lengths,
-            slots=(),
-            page_tables=(),
-            num_tokens=old.num_tokens,
-            max_lengths=old.max_lengths,
-            num_single=old.num_single,
-            all_long=old.all_long,
-            host_ids=old.host_ids,
-            max_queries=old.max_queries,
-            query_starts=old.query_starts,
-            num_seen=old.num_seen,
-            host_seen=old.host_seen,
-        )
-        return Gathered(view, self.rows, self.offsets)
-
-
 class BatchInputs(Protocol):
     """Builds the device inputs of a plan."""
+
+    keeps_rows: bool  # rows last for several steps, else for one
+
+    def expand(self, plan: StepPlan) -> StepPlan:
+        """Host: the plan as all parts of the runner read it."""
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         """Host: upload the counts, padded to `size` if there is one. The returned work gathers the inputs on the
@@ -94,30 +50,27 @@ class BatchInputs(Protocol):
 
 
 class InputBatch:
-    def __init__(
-        self,
-        rows: RowTable,
-        page_tables: PageTables,
-        rope_rows: RopeRows | None = None,
-        history: TokenHistory | None = None,
-    ) -> None:
-        """`rope_rows`: only if requests may use different rope factors; `history`: only if a drafter reads it."""
+    keeps_rows = True
+
+    def __init__(self, rows: RowTable, page_tables: PageTables, history: TokenHistory | None = None) -> None:
+        """`history`: only if a drafter reads it."""
         self.rows = rows
         self.page_tables = page_tables
-        self.rope_rows = rope_rows
         self.history = history
         self._kept: ArrayCache[tuple[Size, _Counts]] = ArrayCache()  # of rows of padded plans without host tokens
+
+    def expand(self, plan: StepPlan) -> StepPlan:
+        return expand_drafts(plan) if plan.has_drafts else plan
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts = self._count(plan) if size is None else self._kept_counts(plan, size)
         arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.host_ids, counts.starts)
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
-        table, pages, rope_rows, history = self.rows, self.page_tables, self.rope_rows, self.history
+        table, pages, history = self.rows, self.page_tables, self.history
         is_single = counts.starts is None
         is_drafted = is_single and isinstance(plan, DraftedPlan)
         advance = is_single and (not is_drafted or len(counts.rows) <= MAX_ADVANCED_DRAFTS)
-        embeds = None if plan.embeds is None else stage_embeds(plan.embeds, upload)
 
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
@@ -139,11 +92,9 @@ class InputBatch:
                 all_long=size is not None and size.all_long,
                 host_ids=step.host_ids,
                 max_queries=1 + table.max_drafts if is_drafted else 1,
-                rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
-                embeds=None if embeds is None else embeds(),
             )
-            return Gathered(view, rows, step.offsets if is_single else None, is_advanced=advance)
+            return Gathered(view, rows, step.offsets if is_single else None, token_rows, is_advanced=advance)
 
         return gather
 
@@ -263,19 +214,29 @@ def _fill_host_ids(host_ids: Longs, plan: StepPlan, offsets: Longs | None) -> No
         host_ids[: len(offsets)][offsets < np.repeat(plan.num_host_tokens, plan.num_tokens)] = plan.tokens
 
 
-# Uploads the embeddings that requests bring for tokens of their prompts.
+# EmbedUploads: uploads the embeddings that requests bring for tokens of their prompts.
 #
 # They are part of the step's one upload: `config/buffer_size.py` sizes the buffers for a step whose tokens are all
-# embedded. Such a step runs eagerly (`GraphPool.size_for`), since the number of embedded tokens differs between steps.
+# embedded. Such a step runs eagerly, since the number of embedded tokens differs between steps.
 
 
-def stage_embeds(plan: EmbedPlan, upload: Upload) -> Callable[[], GivenEmbeddings]:
-    """Host: write the embeddings to the upload. The returned work is for the device."""
-    indices = upload.put(plan.indices.astype(np.int64))
-    first = plan.values[0]
-    values, target = upload.room(first.dtype, (len(plan.indices), first.shape[1]))
-    np.concatenate(plan.values, out=target)
-    return lambda: GivenEmbeddings(upload.tensor(indices), upload.tensor(values))
+class EmbedUploads(StepFeature):
+    def captures(self, plan: StepPlan) -> bool:
+        return plan.embeds is None
+
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart | None:
+        if plan.embeds is None:
+            return None
+        indices = upload.put(plan.embeds.indices.astype(np.int64))
+        first = plan.embeds.values[0]
+        values, target = upload.room(first.dtype, (len(plan.embeds.indices), first.shape[1]))
+        np.concatenate(plan.embeds.values, out=target)
+
+        def add(batch: Gathered, context: ForwardContext) -> ForwardContext:
+            given = GivenEmbeddings(upload.tensor(indices), upload.tensor(values))
+            return replace(context, batch=replace(context.batch, embeds=given))
+
+        return ForwardPart(add=add)
 
 
 # RopeRows: the rows of the rope table that the tokens of a step read, for models with LongRoPE.
@@ -284,7 +245,7 @@ def stage_embeds(plan: EmbedPlan, upload: Upload) -> Callable[[], GivenEmbedding
 # holds its row, so the device stores one offset per row.
 
 
-class RopeRows:
+class RopeRows(StepFeature):
     def __init__(self, num_rows: int, first_short: int, device: Device) -> None:
         """`first_short`: the row of the rope table with position 0 of the short factors."""
         self._first_short = first_short
@@ -297,9 +258,14 @@ class RopeRows:
     def flush(self, upload: Upload) -> None:
         self._offsets.flush(upload)
 
-    def of(self, positions: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
-        """Device: rope-table rows of tokens at these positions of these rows, [T] each."""
-        return self._offsets.device.index_select(0, token_rows) + positions
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart:
+        return ForwardPart(add=self._add)
+
+    def _add(self, batch: Gathered, context: ForwardContext) -> ForwardContext:
+        view = context.batch
+        assert batch.token_rows is not None, "rows with rope factors of their own last for several steps"
+        rope_rows = self._offsets.device.index_select(0, batch.token_rows) + view.positions
+        return replace(context, batch=replace(view, rope_rows=rope_rows))
 
 
 # ArrayCache: remembers what was found for an array, by the array's identity.

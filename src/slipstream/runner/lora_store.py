@@ -23,10 +23,11 @@ from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.nn.adapters import AdapterLayout, read_adapter
+from slipstream.nn.context import ForwardContext
 from slipstream.nn.weights.source import Rules
 from slipstream.ops.gemm.lora import LoraTiles
 from slipstream.ops.gemm.lora.reference import make_tiles, tile_size
-from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.features import ForwardPart, Gathered, Size, StepFeature
 from slipstream.runner.staging import Upload
 
 _POLL = 0.001  # seconds
@@ -36,7 +37,7 @@ Tiles = Callable[[], LoraTiles]
 """Device: tiles that were uploaded."""
 
 
-class AdapterStore:
+class AdapterStore(StepFeature):
     def __init__(
         self, config: AdapterConfig, layout: AdapterLayout, rules: Rules, dtype: torch.dtype, device: Device
     ) -> None:
@@ -77,12 +78,8 @@ class AdapterStore:
             raise InvalidAdapter(f"{path} cannot be read ({error}); check the path", param="lora_request") from None
         return blake2b(array.data, digest_size=_DIGEST_BYTES).digest()
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Callable[[Gathered], Gathered] | None:
-        """Host: queue the loads of the plan, and upload which tokens have an adapter. The returned work adds them to
-        the batch; None: no row has an adapter.
-
-        The spans follow those of `BatchInputs`, so that captured steps of one size find them at the same address.
-        """
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart | None:
+        """Host: queue the loads of the plan, and upload which tokens have an adapter; None: no row has one."""
         if self._used:
             self._record_end()
         if plan.adapters is None:
@@ -98,10 +95,10 @@ class AdapterStore:
         tokens = self._put(slots, plan.num_tokens, num_tokens, upload)
         last = tokens if is_single else self._put(slots, np.ones_like(slots), num_rows, upload)
 
-        def add(batch: Gathered) -> Gathered:
-            return replace(batch, view=replace(batch.view, lora=tokens(), last_lora=last()))
+        def add(batch: Gathered, context: ForwardContext) -> ForwardContext:
+            return replace(context, batch=replace(context.batch, lora=tokens(), last_lora=last()))
 
-        return add
+        return ForwardPart("adapted", add)
 
     def changes_head(self, plan: StepPlan) -> bool:
         """Host: whether a row's adapter changes the projection to tokens."""

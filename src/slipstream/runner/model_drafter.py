@@ -3,9 +3,9 @@
 The head of a step that proposes drafts runs the drafter over the positions that tokens were drawn from; then each
 further draft takes one pass over one token per row. Positions, pages and tokens are read from device tables, so nothing
 waits and the passes can be captured with the rest of the head. Positions of other steps and of prompts are computed
-before, in one prefill pass that the plan asks for (`prepare_catch_up`). If the plan cannot ask for it, the drafter
-follows every step: after the target it computes all tokens of a step with prompt chunks (`prepare`), and the head
-computes the positions that tokens were drawn from, also if no drafts are needed.
+before, in one prefill pass that the plan asks for. If the plan cannot ask for it, the drafter follows every step: after
+the target it computes all tokens of a step with prompt chunks, and the head computes the positions that tokens were
+drawn from, also if no drafts are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.config.config import EngineConfig
-from slipstream.contracts.step import StepPlan
+from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.decoder import CausalLM, Decoder
@@ -25,22 +25,16 @@ from slipstream.nn.drafters.dflash import DFlashModel
 from slipstream.nn.drafters.draft_head import AttachedModel, DraftHead
 from slipstream.nn.drafters.draft_layout import open_draft
 from slipstream.nn.sdpa import choose_attention
-from slipstream.runner.drafter import (
-    CatchUp,
-    DraftBatch,
-    DraftCache,
-    DraftRows,
-    Follow,
-    ForwardDrafter,
-    own_groups,
-)
-from slipstream.runner.input_batch import Size
+from slipstream.runner.drafter import DraftBatch, DraftCache, DraftRows, own_groups
+from slipstream.runner.features import ForwardPart, Size, StepFeature
 from slipstream.runner.rows import PageTables, RowTable, TokenHistory
 from slipstream.runner.staging import Upload
 from slipstream.runner.stores import KVStore, ScratchPages
 
+_KEY = "drafter"  # of captured forwards with a drafter
 
-class ModelDrafter:
+
+class ModelDrafter(StepFeature):
     always_runs = True
     reads_hidden = False
     fills_returned = False
@@ -51,16 +45,14 @@ class ModelDrafter:
         self._cache = cache
         self._history = history
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
-        """Host: the drafter's part of a step's forward; None if every token of the step is drawn from, or if plans let
-        the drafter catch up."""
-        return self._follow if plan.catch_up is None and needs_follow(plan) else None
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart | None:
+        """Host: the drafter's pass over the tokens of the step; if plans let it catch up, that over positions of
+        earlier steps and of prompts instead. None if it has nothing to compute."""
+        if plan.catch_up is None:
+            return ForwardPart(_KEY, follow=self._follow) if needs_follow(plan) else None
+        return ForwardPart(after=self._catch_up(plan.catch_up, upload)) if len(plan.catch_up) else None
 
-    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> CatchUp | None:
-        """Host: the drafter's pass over positions of earlier steps and of prompts; None if there are none."""
-        planned = plan.catch_up
-        if planned is None or not len(planned):
-            return None
+    def _catch_up(self, planned: Ints, upload: Upload) -> Callable[[], None]:
         # rows of one token come first in a batch
         planned = planned[np.argsort(planned[:, 2] > 1, kind="stable")].astype(np.int64)
         counts = planned[:, 2]
@@ -142,7 +134,7 @@ def rows_of(batch: DraftBatch) -> torch.Tensor:
 # projections to keys and values, not attention and feed-forward.
 
 
-class HeadDrafter:
+class HeadDrafter(StepFeature):
     always_runs = True
     reads_hidden = True
     fills_returned = False
@@ -152,7 +144,7 @@ class HeadDrafter:
         self._rows = rows
         self._cache = cache
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart | None:
         """Host: the drafter's part of a step's forward; None if every token of the step is drawn from."""
         if not needs_follow(plan):
             return None
@@ -170,10 +162,7 @@ class HeadDrafter:
                 ids = context.batch.ids.roll(-1).index_copy_(0, starts[1:].long() - 1, ids)
             self.model.store(ids, self.model.features(hidden), self._cache.to_write(context))
 
-        return follow
-
-    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> None:
-        """Host: nothing; this drafter follows every step."""
+        return ForwardPart(_KEY, follow=follow)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         cache, table = self._cache, self._rows
@@ -211,7 +200,7 @@ class HeadDrafter:
 # pages, or behind its last computed position, where later context entries overwrite them.
 
 
-class BlockDrafter:
+class BlockDrafter(StepFeature):
     always_runs = True
     reads_hidden = True
     fills_returned = False
@@ -221,12 +210,9 @@ class BlockDrafter:
         self._rows = rows
         self._cache = cache
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Follow | None:
-        """Host: the drafter's part of a step's forward."""
-        return self._follow
-
-    def prepare_catch_up(self, plan: StepPlan, upload: Upload) -> None:
-        """Host: nothing; this drafter follows every step."""
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart:
+        """Host: the drafter's part of every step's forward."""
+        return ForwardPart(_KEY, follow=self._follow)
 
     def _follow(self, context: ForwardContext, hidden: torch.Tensor) -> None:
         self.model.write_context(hidden, self._cache.to_write(context))
@@ -291,7 +277,7 @@ def build_drafter(
     tables: PageTables,
     store: KVStore,
     history: TokenHistory,
-) -> ForwardDrafter:
+) -> ModelDrafter | HeadDrafter | BlockDrafter:
     assert config.draft is not None
     attention = choose_attention(
         store.device.torch_device,

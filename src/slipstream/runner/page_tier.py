@@ -29,6 +29,7 @@ from slipstream.contracts.step import Ints, StepPlan, TierPlan
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.ops.attention import raw_pages
+from slipstream.runner.features import StepFeature
 from slipstream.runner.slot_mirror import LOADED_AT_ONCE, GroupSlots, Marks, SlotMirror, runs
 from slipstream.runner.staging import HostRing, Upload, UploadSpan
 from slipstream.runner.stores import KVStore, StateStore
@@ -44,8 +45,8 @@ class _Region:
         self.free: Event = PASSED  # after it the memory may be written again
 
 
-class PageTier:
-    """A `RowState`, but for its uploads: they are read by copies on another stream, so it has a ring of its own."""
+class PageTier(StepFeature):
+    """Its uploads are read by copies on another stream, so it has a ring of its own."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.nn.pooling_heads import Heads
 from slipstream.params.pooling import PoolingParams
+from slipstream.runner.features import Gathered, Size, StepFeature
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.input_batch import Gathered, Size
 from slipstream.runner.pool_methods import PoolMode, PoolModes, finish, pool_all, take_hidden
 from slipstream.runner.pool_results import PooledRow, PoolHandle, ResultBlock, by_mode, skipped_in_step
 from slipstream.runner.pool_tokens import ChunkState, PoolWork, TokenVectors
@@ -25,8 +25,8 @@ Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
 """Device: from a step's hidden states to the vectors of several blocks of results."""
 
 
-class PoolHead:
-    """Also a `RowState`: keeps the state of prompts that take several steps."""
+class PoolHead(StepFeature):
+    """Also a `StepFeature`: keeps the state of prompts that take several steps."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class PoolHead:
             upload.then(self.free_queries(self._freed))
 
     def free_queries(self, queries: tuple[int, ...]) -> Callable[[], None]:
-        """Host: no request needs these stored queries any more. Returns the device work that frees them."""
         return self.token_vectors.free_queries(queries)
 
     def wants_all(self, plan: StepPlan) -> bool:
@@ -77,7 +76,13 @@ class PoolHead:
         return any(self.modes.of(own).task not in ("embed", "classify") for own in _distinct(params))
 
     def prepare(
-        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+        self,
+        plan: StepPlan,
+        upload: Upload,
+        size: Size | None = None,
+        *,
+        only_last: bool = False,
+        added: tuple[Hashable, ...] = (),
     ) -> Head | None:
         """Host: upload what the step's rows need; None if the step has no row of a pooling request."""
         pool_plan = plan.pooling or NO_POOLING
@@ -88,7 +93,7 @@ class PoolHead:
             in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
             # skipped tokens need an upload
             if not others and mode.task in ("embed", "classify") and in_one_step and not mode.skip:
-                return self._prepare_alike(plan, mode, size, only_last)
+                return self._prepare_alike(plan, mode, size, only_last, added)
         rows = self._pooled_rows(plan, pool_plan)
         if not rows:
             return None
@@ -106,9 +111,11 @@ class PoolHead:
 
         return self._head(blocks, run)
 
-    def _prepare_alike(self, plan: StepPlan, mode: PoolMode, size: Size | None, only_last: bool) -> Head:
+    def _prepare_alike(
+        self, plan: StepPlan, mode: PoolMode, size: Size | None, only_last: bool, added: tuple[Hashable, ...]
+    ) -> Head:
         """Host: every prompt of the step ends with it, and all have one mode. Nothing is uploaded."""
-        count, is_adapted = len(plan.rows), plan.adapter_slots is not None
+        count = len(plan.rows)
         # a graph for each truncated width would leave no room for other graphs: truncate after the replay
         common = mode if mode.cut is None else mode._replace(width=0, cut=None, finish="identity")
 
@@ -119,7 +126,7 @@ class PoolHead:
             if size is None:
                 vectors = work(batch, hidden)
             else:
-                key = ("pool", size, only_last, common, is_adapted)  # adapted steps leave hidden states elsewhere
+                key = ("pool", size, only_last, common, *added)
                 vectors = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
             return [[vectors if common is mode else finish(vectors, mode)]]
 
@@ -256,6 +263,8 @@ def _of_hidden(
 
 
 class EncoderBatch:
+    keeps_rows = False
+
     def __init__(
         self,
         device: Device,
@@ -271,6 +280,9 @@ class EncoderBatch:
         self.short_rope = short_rope
         self.with_unseen = with_unseen
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
+
+    def expand(self, plan: StepPlan) -> StepPlan:
+        return plan
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts, pool_plan = plan.num_tokens, plan.pooling or NO_POOLING

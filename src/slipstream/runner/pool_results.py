@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from slipstream.contracts.step import NO_INTS, Floats, Ints, StepResult
 from slipstream.device.device import Bytes
 from slipstream.device.streams import Event
 from slipstream.runner.pool_methods import PoolMode, TakeHidden, take_hidden, take_ranges
-from slipstream.runner.results import NO_RESULTS, ResultShape, StepHandle, host_copy, lay_out
+from slipstream.runner.results import ResultShape, StepHandle, host_copy, lay_out
 from slipstream.runner.staging import Upload, UploadSpan
 
 SUM = "sum of "
@@ -80,19 +80,6 @@ class PoolHandle(StepHandle):
             failed.update(block.indices[i] for i in _bad(block, own_vectors, own_sums))
         pooled = tuple(results[index] for index in range(len(results)))
         return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=frozenset(failed))
-
-
-class MixedHandle(StepHandle):
-    """A step with drawn tokens and pooled results, which one copy brings out."""
-
-    def __init__(self, generated: StepHandle, pooled: StepHandle) -> None:
-        super().__init__(pooled.ready, NO_RESULTS, None)
-        self._generated = generated
-        self._pooled = pooled
-
-    def wait(self) -> StepResult:
-        drawn, own = self._generated.wait(), self._pooled.wait()
-        return replace(drawn, pooled=own.pooled, pool_failed=own.pool_failed)
 
 
 _NONE: frozenset[int] = frozenset()

@@ -237,7 +237,7 @@ class TokenParts:
 
 
 class ChunkState:
-    """A `RowState`: admissions add rows, releases remove them."""
+    """State per row: admissions add rows, releases remove them."""
 
     def __init__(
         self, methods: tuple[Method, ...], num_rows: int, hidden_size: int, dtype: torch.dtype, device: Device

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.sampling import Accepted
-from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.features import Gathered, Size
 from slipstream.runner.staging import Upload
 
 _ALIGN = 16
@@ -190,6 +190,19 @@ class StepHandle:
         assert self.ready is not None
         with sync_allowed("the commit of the oldest step"):
             self.ready.wait()
+
+
+class MixedHandle(StepHandle):
+    """A step with drawn tokens and pooled results, which one copy brings out."""
+
+    def __init__(self, generated: StepHandle, pooled: StepHandle) -> None:
+        super().__init__(pooled.ready, NO_RESULTS, None)
+        self._generated = generated
+        self._pooled = pooled
+
+    def wait(self) -> StepResult:
+        drawn, own = self._generated.wait(), self._pooled.wait()
+        return replace(drawn, pooled=own.pooled, pool_failed=own.pool_failed)
 
 
 def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprobs | None:
@@ -397,6 +410,17 @@ class Head:
         self.captured = captured
 
 
+def step_handle(heads: Sequence[Head], sent: Sent) -> StepHandle:
+    """Host: the handle of a step with the results of these heads."""
+    handles = [head.handle(sent) for head in heads if head.handle is not None]
+    if not handles:
+        handle = StepHandle(sent.copied, NO_RESULTS, None)
+    else:
+        handle = handles[0] if len(handles) == 1 else MixedHandle(*handles)
+    handle.ended = sent.ended
+    return handle
+
+
 class HeadMaker(Protocol):
     """Makes a head for each step."""
 
@@ -404,7 +428,15 @@ class HeadMaker(Protocol):
         """Host: whether the head reads hidden states other than that of each row's last token."""
 
     def prepare(
-        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+        self,
+        plan: StepPlan,
+        upload: Upload,
+        size: Size | None = None,
+        *,
+        only_last: bool = False,
+        added: tuple[Hashable, ...] = (),
     ) -> Head | None:
-        """Host: upload what the head needs; None if this step needs no head. `size`: what the forward is padded to.
-        `only_last`: the hidden states are those of each row's last token, not of all tokens."""
+        """Host: upload what the head needs; None if this step needs no head. `size`: what the forward is padded to;
+        None: it is not padded. `only_last`: the hidden states are those of each row's last token, not of all tokens.
+        `added`: the keys of features in the forward: a captured forward leaves its hidden states at addresses that
+        depend on them."""

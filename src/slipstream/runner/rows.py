@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from slipstream.contracts.cache_spec import CacheGroup
-from slipstream.contracts.step import NULL_PAGE, Admission, PageUpdates, SitOut, StepPlan
+from slipstream.contracts.step import NULL_PAGE, Admission, DrawEdits, PageUpdates, StepPlan
 from slipstream.device.device import Device
-from slipstream.device.streams import Stream
 from slipstream.ops.elementwise import KeptTokens
 from slipstream.ops.sampling import Accepted, DrawnTokens, accept_, store_drawn_
+from slipstream.runner.features import Gathered, StepFeature
 from slipstream.runner.staging import HostRing, StagedTensor, Upload, UploadSpan
 
 
-class TokenHistory:
+class TokenHistory(StepFeature):
     def __init__(self, groups: Sequence[CacheGroup], page_tables: PageTables, device: Device) -> None:
         """The group is the first one that keeps every position, else the one with the largest window."""
         self.group = min(
@@ -85,7 +86,7 @@ class TokenHistory:
 # PageTables: the device's copy of the page tables, updated by the changes in each plan. The scheduler owns them.
 
 
-class PageTables:
+class PageTables(StepFeature):
     def __init__(self, num_groups: int, num_rows: int, max_length: int, page_size: int, device: Device) -> None:
         self.page_size = page_size
         self.width = -(-max_length // page_size)
@@ -118,7 +119,7 @@ def _write(table: torch.Tensor, upload: Upload, entries: UploadSpan, pages: Uplo
 # The host knows none of these when it launches a step: the next step reads them from here.
 
 
-class RowTable:
+class RowTable(StepFeature):
     def __init__(self, num_rows: int, device: Device, max_drafts: int = 0) -> None:
         """`num_rows`: with the padding row, which is the last and has no computed position."""
         self._computed = StagedTensor((num_rows,), np.int64, device)
@@ -154,15 +155,11 @@ class RowTable:
         return accept_(self.next_tokens, self.computed, drawn, out)
 
 
-# RowState: the interface of every feature that keeps state per row on the device.
+# RowState: the part of a `StepFeature` that a sampling stage has too.
 
 
 class RowState(Protocol):
-    """State of a row on the device, from admission to release.
-
-    Both methods run on the host and may access host memory only. Changes on the device go through `upload`, and happen
-    in the order of the steps.
-    """
+    """State of a row on the device, from admission to release. Both methods run on the host."""
 
     def apply(self, plan: StepPlan) -> None:
         """Drop the state of released rows and add that of admitted rows."""
@@ -178,24 +175,31 @@ class RowState(Protocol):
 # draw. Such steps are rare: this work is not captured.
 
 
-class SittingRows:
-    def __init__(self, rows: RowTable, num_buffers: int, device: Device) -> None:
+class SittingRows(StepFeature):
+    def __init__(self, rows: RowTable, num_buffers: int, device: Device, ring: HostRing) -> None:
+        """`ring`: of the steps, whose uploaded rows are changed on the device."""
         self._table = rows
         self._ring = HostRing(num_buffers, 3 * 8 * len(rows.computed), device)
+        self._of_steps = ring
+        self._device = device
 
-    def send(self, sit_out: SitOut, stream: Stream) -> Callable[[], torch.Tensor]:
-        """Host: upload the rows. The returned work takes their positions back, and returns the rows [sitting]."""
+    def send(self, late: DrawEdits) -> Callable[[Gathered], Gathered] | None:
+        """Host: upload the rows. The returned work takes their positions back."""
+        sit_out = late.sit_out
+        if sit_out is None:
+            return None
         upload = self._ring.open()
         span = upload.put(np.stack([sit_out.rows, sit_out.computed, sit_out.tokens]).astype(np.int64))
-        upload.send(stream)
+        upload.send(self._device.compute)
+        self._of_steps.forget()
         table = self._table
 
-        def take_back() -> torch.Tensor:
+        def take_back(batch: Gathered) -> Gathered:
             rows, computed, tokens = upload.tensor(span).unbind(0)
             table.computed.index_copy_(0, rows, computed)
             table.next_tokens[:, 0].index_copy_(0, rows, tokens)
             table.next_tokens[:, 1:].index_fill_(0, rows, -1)  # no masks are made along its drafts
-            return rows
+            return replace(batch, sitting=rows)
 
         return take_back
 

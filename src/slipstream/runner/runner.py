@@ -1,33 +1,29 @@
-"""ModelRunner: runs plans, in the order uploads, forward, heads, result copy."""
+"""ModelRunner: runs plans, in the order uploads, forward, heads, result copy.
+
+It names no feature: those of an engine are a list, in the order in which they take part in a step (`features.py`).
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from slipstream.contracts.step import DrawEdits, StepPlan, StepSizes
-from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.decoder import CausalLM
-from slipstream.ops.recurrent import RecurrentSteps
-from slipstream.runner.drafted_plan import expand_drafts
-from slipstream.runner.drafter import Follow, ForwardDrafter
+from slipstream.runner.features import ForwardPart, Gathered, Size, StepFeature
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
-from slipstream.runner.input_batch import BatchInputs, Gathered, Size
-from slipstream.runner.lora_store import AdapterStore
-from slipstream.runner.page_tier import PageTier
-from slipstream.runner.pool_head import PoolHead
-from slipstream.runner.pool_results import MixedHandle
-from slipstream.runner.results import NO_RESULTS, CapturedDraw, Head, HeadMaker, ResultRing, StepHandle
-from slipstream.runner.rows import RowState, SittingRows
-from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.input_batch import BatchInputs
+from slipstream.runner.results import CapturedDraw, Head, HeadMaker, ResultRing, StepHandle, step_handle
 from slipstream.runner.staging import HostRing
-from slipstream.runner.stores import KVStore, StateStore
+from slipstream.runner.stores import KVStore
+
+Kind = TypeVar("Kind")
 
 
 class ModelRunner:
@@ -36,44 +32,33 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        device: Device,
         attention: AttentionBackend,
         store: KVStore,
         input_batch: BatchInputs,
+        features: Sequence[StepFeature],
         heads: Sequence[HeadMaker],
-        row_states: Sequence[RowState],
         ring: HostRing,
         results: ResultRing,
         graphs: GraphPool,
-        states: StateStore | None = None,
-        sampler: Sampler | None = None,
-        drafter: ForwardDrafter | None = None,
-        adapters: AdapterStore | None = None,
-        tier: PageTier | None = None,
-        sitting: SittingRows | None = None,
     ) -> None:
-        """`states`: only for a model with recurrent states; `sampler`: of a model that generates; `drafter`: one that
-        takes part in the forward; `adapters`: if requests may have LoRA adapters; `tier`: one of the row states, if
-        pages have a second tier; `sitting`: for rows that sit out a step."""
+        """`features`: in the order in which they take part in a step, `store` included."""
         self.model = model
-        self.device = device
+        self.device = graphs.device
         self.attention = attention
         self.store = store
         self.input_batch = input_batch
+        self.features = features
         self.heads = heads
-        self.row_states = row_states
         self.ring = ring
         self.results = results
         self.graphs = graphs
-        self.states = states
-        self.sampler = sampler
-        self.drafter = drafter
-        self.adapters = adapters
-        self.tier = tier
-        self.sitting = sitting
         self.whole_steps = True  # whether the forward and the draws of few rows are one graph
-        self.hot_path = HotPath(cpu=device.kind == "cpu")
+        self.hot_path = HotPath(cpu=self.device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """The feature of this kind; None: the engine has none."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def launch(self, plan: StepPlan) -> None:
         with self.hot_path():
@@ -86,77 +71,76 @@ class ModelRunner:
     def sizes_of(self, plan: StepPlan) -> StepSizes:
         """Host: the sizes that other engines with the same experts have to know before they launch this step. Drafts
         count whether or not they will be accepted."""
-        if plan.has_drafts:
-            plan = expand_drafts(plan)
+        plan = self.input_batch.expand(plan)
         total, only_last = max(1, plan.total_tokens), self._reads_only_last(plan)
         return StepSizes(
             tokens=total,
             last_tokens=len(plan.rows) if only_last else total,
             is_single=plan.total_tokens == len(plan.rows),
             only_last=only_last,
-            can_replay=self.graphs.can_replay_jointly(plan),
+            can_replay=self._captures(plan) and self.graphs.can_replay_jointly(plan),
         )
 
     def free_queries(self, queries: tuple[int, ...]) -> None:
         """Free stored queries without a step, after all launched steps."""
-        for head in self.heads:
-            if isinstance(head, PoolHead):
-                self.device.compute.run(head.free_queries(queries))
+        for feature in self.features:
+            work = feature.free_queries(queries)
+            if work is not None:
+                self.device.compute.run(work)
         self.device.compute.flush()
 
     def _launch(self, plan: StepPlan) -> None:
         assert self._launched is None, "a step was launched before the one before it was finished"
-        if plan.has_drafts:
-            plan = expand_drafts(plan)
+        plan = self.input_batch.expand(plan)
+        joint = plan.joint_sizes
         upload = self.ring.open()
-        size = self.graphs.size_for(plan)
+        size = self.graphs.size_for(plan) if joint is not None or self._captures(plan) else None
         gather = self.input_batch.prepare(plan, upload, size)
-        make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
-        follow = None if self.drafter is None else self.drafter.prepare(plan, upload, size)
-        catch_up = None if self.drafter is None else self.drafter.prepare_catch_up(plan, upload)
-        adapt = None if self.adapters is None else self.adapters.prepare(plan, upload, size)
-        for state in self.row_states:
-            state.apply(plan)
-        for state in self.row_states:
-            state.flush(upload)
+        joined = [feature.join_forward(plan, upload, size) for feature in self.features]
+        parts = [part for part in joined if part is not None]
+        for feature in self.features:
+            feature.apply(plan)
+        for feature in self.features:
+            feature.flush(upload)
         only_last = self._reads_only_last(plan)
-        exchanged = _exchanged_tokens(plan.joint_sizes, size)
-        is_replayed = size is not None and (plan.joint_sizes is None or plan.joint_sizes.can_replay)
-        prepared = [maker.prepare(plan, upload, size, only_last=only_last) for maker in self.heads]
+        exchanged = _exchanged_tokens(joint, size)
+        is_replayed = size is not None and (joint is None or joint.can_replay)
+        added = tuple(part.key for part in parts if part.key is not None)
+        prepared = [maker.prepare(plan, upload, size, only_last=only_last, added=added) for maker in self.heads]
         heads = [head for head in prepared if head is not None]
         upload.send(self.device.compute)
         step = _Step(upload.sent)
 
         def forward() -> tuple[Gathered, torch.Tensor]:
-            batch = gather() if adapt is None else adapt(gather())
-            steps = None if make_steps is None else make_steps(batch)
-            hidden = self._forward(batch, only_last, steps, follow, exchanged)
+            batch = gather()
+            hidden = self._forward(batch, only_last, parts, exchanged)
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
-        key: tuple[Hashable, ...] = ("forward", size, only_last, exchanged)
-        if follow is not None:
-            key += ("drafter",)
-        if adapt is not None:
-            key += ("adapted",)
+        key = ("forward", size, only_last, exchanged, *added)
 
         def run_forward() -> None:
             step.batch, step.hidden = self.graphs.run(key, forward) if is_replayed else forward()
 
-        needs_late = self.sampler is not None and self.sampler.needs_late(plan)
-        is_alone = is_replayed and catch_up is None and not needs_late and plan.joint_sizes is None
+        after = [part.after for part in parts if part.after is not None]
+        needs_late = any(feature.needs_late(plan) for feature in self.features)
+        is_alone = is_replayed and not after and not needs_late and joint is None
         captured = self._whole_step(heads, size) if is_alone else None
         if captured is not None:
             step.is_drawn = True
             self.device.compute.run(functools.partial(self._run_whole, key, forward, captured))
         else:
             self.device.compute.run(run_forward)
-        if catch_up is not None:
-            self.device.compute.run(catch_up)
+        for work in after:
+            self.device.compute.run(work)
         if needs_late:
             step.computed = self.device.compute.record(timed=True)
         self.device.compute.flush()
         self._launched = (step, heads)
+
+    def _captures(self, plan: StepPlan) -> bool:
+        """Host: whether this step may be padded and captured."""
+        return all(feature.captures(plan) for feature in self.features)
 
     def _whole_step(self, heads: Sequence[Head], size: Size | None) -> CapturedDraw | None:
         """Host: the draw that is captured together with the forward of this step; None: the head runs by itself."""
@@ -178,23 +162,17 @@ class ModelRunner:
         (step, heads), self._launched = self._launched, None
         compute = self.device.compute
         if late is not None:
-            assert self.sampler is not None and self.sitting is not None, "a model that only pools draws nothing"
-            self.sampler.send(late, self.graphs)
-            if late.sit_out is not None:
-                take_back = self.sitting.send(late.sit_out, compute)
-                self.ring.forget()  # the rows of the step are changed on the device
-                compute.run(functools.partial(_sit_out, step, take_back))
+            for feature in self.features:
+                change = feature.send(late)
+                if change is not None:
+                    compute.run(functools.partial(_change_batch, step, change))
         arrived = None if step.computed is None else compute.record(timed=True)
         assert late is None or not step.is_drawn, "late data came for a step whose draws were launched without"
         for head in () if step.is_drawn else heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
-        handles = [head.handle(sent) for head in heads if head.handle is not None]
-        if not handles:
-            handle = StepHandle(sent.copied, NO_RESULTS, None)
-        else:
-            handle = handles[0] if len(handles) == 1 else MixedHandle(*handles)
-        handle.started, handle.ended = step.started, sent.ended
+        handle = step_handle(heads, sent)
+        handle.started = step.started
         if step.computed is not None and arrived is not None:
             handle.late = step.computed, arrived
         compute.flush()
@@ -203,47 +181,41 @@ class ModelRunner:
 
     def _reads_only_last(self, plan: StepPlan) -> bool:
         """Host: whether only the hidden state of each row's last token is read, in a step with rows of several tokens.
-        Models that keep nothing between steps always compute all of them."""
+        Models whose rows last for one step always compute all of them."""
         if not len(plan.tokens) or plan.total_tokens == len(plan.rows):
             return False
-        if not self.store.caches and self.states is None:
-            return False
-        return not any(head.wants_all(plan) for head in self.heads)
+        return self.input_batch.keeps_rows and not any(head.wants_all(plan) for head in self.heads)
 
     def _forward(
-        self,
-        batch: Gathered,
-        only_last: bool,
-        steps: RecurrentSteps | None,
-        follow: Follow | None,
-        exchanged: tuple[int, int],
+        self, batch: Gathered, only_last: bool, parts: Sequence[ForwardPart], exchanged: tuple[int, int]
     ) -> torch.Tensor:
-        """Device: one forward over all tokens of the step, of the model and then of the drafter."""
+        """Device: one forward over all tokens of the step, with what features add to it."""
         view, store = batch.view, self.store
-        metadata = self.attention.make_metadata(view)
         context = ForwardContext(
             view,
             self.attention,
-            metadata,
+            self.attention.make_metadata(view),
             store.caches,
             store.group_of_site,
             only_last,
-            recurrent=steps,
-            states=() if self.states is None else self.states.sites,
             exchanged_tokens=exchanged[0],
             exchanged_last_tokens=exchanged[1],
         )
+        for part in parts:
+            if part.add is not None:
+                context = part.add(batch, context)
         hidden = self.model(context)
-        if follow is not None:
-            follow(context, hidden)
+        for part in parts:
+            if part.follow is not None:
+                part.follow(context, hidden)
         self.input_batch.advance(batch)
         return hidden
 
     def close(self) -> None:
         self.device.close()
         self.graphs.clear()
-        if self.tier is not None:
-            self.tier.close()
+        for feature in self.features:
+            feature.close()
 
 
 class _Step:
@@ -268,8 +240,8 @@ def _exchanged_tokens(joint: StepSizes | None, size: Size | None) -> tuple[int, 
     return joint.tokens, joint.last_tokens if joint.only_last else joint.tokens
 
 
-def _sit_out(step: _Step, take_back: Callable[[], torch.Tensor]) -> None:
-    step.batch = replace(step.batch, sitting=take_back())
+def _change_batch(step: _Step, change: Callable[[Gathered], Gathered]) -> None:
+    step.batch = change(step.batch)
 
 
 def _run_head(head: Head, step: _Step) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,12 +34,12 @@ from slipstream.ops.recurrent import (
     max_chunks,
 )
 from slipstream.runner.drafted_plan import DraftedPlan
-from slipstream.runner.input_batch import Gathered, Size
+from slipstream.runner.features import ForwardPart, Gathered, Size, StepFeature
 from slipstream.runner.rows import TokenHistory
 from slipstream.runner.staging import StagedTensor, Upload, UploadSpan
 
 
-class StateStore:
+class StateStore(StepFeature):
     """`sites[site]` maps the name of a field to [num_slots, *shape], a view of a tensor that all sites of equal spec
     share: [num_slots, num_sites, *shape]. So one copy moves the state of a row over all those sites."""
 
@@ -85,13 +85,14 @@ class StateStore:
             if len(tensor) == self.num_slots:
                 tensor[row].copy_(tensor[slot])
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Callable[[Gathered], RecurrentSteps]:
-        """Host: upload which states to save. The returned work, on the device, makes what recurrent layers need of the
-        step from its gathered inputs.
+    def join_forward(self, plan: StepPlan, upload: Upload, size: Size | None) -> ForwardPart:
+        """Host: upload which states to save."""
+        make = self._prepare(plan, upload, size)
+        return ForwardPart(add=lambda batch, context: replace(context, recurrent=make(batch), states=self.sites))
 
-        Like `BatchInputs.prepare`: in a padded step, the arrays' sizes depend on `size` only, and this must be the
-        second to write to the upload.
-        """
+    def _prepare(self, plan: StepPlan, upload: Upload, size: Size | None) -> Callable[[Gathered], RecurrentSteps]:
+        """Host: upload which states to save. The returned work, on the device, makes what recurrent layers need of the
+        step from its gathered inputs."""
         is_single = plan.total_tokens == len(plan.rows) if size is None else size.is_single
         drafts = self._prepare_drafts(plan, upload, size, is_single) if self.max_drafts else None
         span = None
@@ -252,7 +253,7 @@ class ScratchPages:
         return self.num_rows * self.pages_per_row
 
 
-class KVStore:
+class KVStore(StepFeature):
     """`caches[site]` is (keys, values), each [pages, page_size, kv heads, head dim], in the dtype of the site's spec.
     Values of a spec with a `value_dim` are a view of the keys. An FP8 cache has its scales in the same pages, see
     `ops/attention/cache.py`.

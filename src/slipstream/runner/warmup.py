@@ -31,6 +31,7 @@ from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.runner.graphs import WHOLE_STEP_ROWS, GraphPool
 from slipstream.runner.input_batch import SHORT_LENGTH
+from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -110,7 +111,7 @@ class WarmUp:
                     self.chunks(num_rows, size // num_rows)
             for num_rows, num_tokens in chunk_rows(graphs, self.max_num_seqs, self.max_tokens, self.max_length):
                 self.chunks(num_rows, num_tokens)
-            if self.runner.adapters is not None:
+            if self.runner.find(AdapterStore) is not None:
                 self._with_adapters(sizes)
             self.release_rows()
 

@@ -15,6 +15,7 @@ from slipstream.device.collectives import Group
 from slipstream.device.device import Device
 from slipstream.ops.sampling import Accepted, DrawnTokens, TopLogprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
+from slipstream.runner.features import StepFeature
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.input_batch import ArrayCache
 from slipstream.runner.rows import RowState
@@ -90,8 +91,8 @@ class SamplingWork:
         return DrawOutput(tokens, failed, self.logprobs.compute(raw, tokens), requested, wide, kept)
 
 
-class Sampler:
-    """A RowState made of RowStates. A stage that no sampling row of a step uses adds no work to the step."""
+class Sampler(StepFeature):
+    """A feature made of RowStates. A stage that no sampling row of a step uses adds no work to the step."""
 
     def __init__(
         self,
@@ -103,12 +104,15 @@ class Sampler:
         max_drafts: int = 0,
         max_step_drafts: int = 0,
         logprobs_mode: str = "raw_logprobs",
+        graphs: GraphPool | None = None,
     ) -> None:
         """`num_rows` includes the padding row at the end, which is never admitted. `max_ids`: maximum size of each kind
-        of list over all rows. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows."""
+        of list over all rows. `max_drafts`: of a row in one step; `max_step_drafts`: of all rows. `graphs`: for
+        the copies of masks."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         self.vocab_size = vocab_size
+        self._graphs = graphs
         self._masks = GrammarMask(num_rows, vocab_size, device, max_drafts, max_step_drafts)
         self._biases = HostBias(num_rows, device)
         self._raw = HostLogits(num_rows, is_scaled=False)
@@ -178,9 +182,9 @@ class Sampler:
         """Host: see `GrammarMask.open`."""
         return self._masks.open(num_masks)
 
-    def send(self, late: DrawEdits, graphs: GraphPool | None = None) -> None:
+    def send(self, late: DrawEdits) -> None:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
-        self._masks.send(late, graphs)
+        self._masks.send(late, self._graphs)
         for stage in (self._biases, self._raw, self._scaled):
             stage.send(late)
 

@@ -81,6 +81,8 @@ def test_the_copied_files_are_all_that_the_package_is_made_of(dockerfile):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     copied = " ".join(rest for name, rest in dockerfile if name == "COPY").split()
     assert {project["readme"], *project["license-files"], "pyproject.toml", "src"} <= set(copied)
+    links = {file.resolve().relative_to(ROOT).as_posix() for file in (ROOT / "src").rglob("*") if file.is_symlink()}
+    assert links <= set(copied)
     install = next(rest for name, rest in dockerfile if name == "RUN" and "pip install" in rest)
     assert set(re.findall(r"--(?:constraint|requirement) (\S+)", install)) <= set(copied)
     for extra in re.findall(r"\[(\w+)\]", install):

@@ -106,6 +106,11 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
         told.startswith(f"Step {number - 1} of ") and "1 requests" in told and "KV cache" in told and "was idle" in told
     )
     assert "tokens/s written" in text(browser, "speeds")
+    click(browser, "help-link")
+    browser.until("document.querySelector('#help[open] td')")
+    help = text(browser, "help-text")
+    assert help.startswith("Where did my time go?") and "host_late" in help and "](" not in help
+    click(browser, "close-help")
     click(browser, "tab-models")
     browser.until("document.querySelector('.place')")
     assert "returnstext" in text(browser, "model-cards") and "loaded" in text(browser, "model-cards")
@@ -129,8 +134,8 @@ def test_the_page_in_a_browser(server, browser, tmp_path):
 
     # the log of requests outlives the page, the key the page only in its tab
     browser.open(server.url + "/#requests")
-    browser.run("window.isOld = true; location.reload()")
-    browser.until("!window.isOld && document.getElementById('chat-model')?.value")
+    browser.reload()
+    browser.until("document.getElementById('chat-model')?.value")
     assert "/v1/chat/completions" in text(browser, "request-table") and "/v1/rerank" in text(browser, "request-table")
     assert "secret" not in browser.run("JSON.stringify({...localStorage})")
 
@@ -296,8 +301,8 @@ def test_conversations_are_kept(server, browser):
     answer(browser, "zebra")
     items = "document.querySelectorAll('#conversations li').length"
     browser.until(items + " === 2")
-    browser.run("window.isOld = true; location.reload()")
-    browser.until("!window.isOld && document.querySelector('.assistant > .prose')?.textContent === 'zebra'")
+    browser.reload()
+    browser.until("document.querySelector('.assistant > .prose')?.textContent === 'zebra'")
     browser.until(items + " === 2")
     search = (
         "document.getElementById('search').value = '{}'; import('/ui/history.js').then(found => found.showHistory())"
@@ -399,8 +404,8 @@ def test_settings_are_kept_and_saved_by_name(server, browser):
     save("presets", "fixed")
     browser.run("document.getElementById('system').value = ''; document.getElementById('seed').value = 8")
     browser.run("document.getElementById('settings').dispatchEvent(new Event('input'))")
-    browser.run("window.isOld = true; location.reload()")
-    browser.until("!window.isOld && document.getElementById('chat-model')?.value")
+    browser.reload()
+    browser.until("document.getElementById('chat-model')?.value")
     assert browser.run("document.getElementById('seed').value") == "8"
     for kind, name in (("prompts", "brief"), ("presets", "fixed")):
         browser.run(f"document.querySelector('#{kind} select').value = '{name}'")
@@ -497,6 +502,11 @@ def test_axe_finds_no_violation(server, browser):
                 click(browser, f"tab-{tab}")
                 browser.until(f"document.querySelector('#{tab} :is(td, .facts)')")
                 check(theme, width, tab)
+                if tab == "timeline":
+                    click(browser, "help-link")
+                    browser.until("document.querySelector('#help td')")
+                    check(theme, width, "help")
+                    click(browser, "close-help")
         click(browser, "key-button")
         check(theme, "key")
         browser.run("document.getElementById('key-dialog').close()")

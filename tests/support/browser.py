@@ -45,6 +45,7 @@ class Browser:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
+        self._is_loaded = False
         self.errors: list[str] = []  # of the console and of scripts
         self.urls: list[str] = []  # of all requests
         pages = [each for each in self.send("Target.getTargets")["targetInfos"] if each["type"] == "page"]
@@ -81,11 +82,24 @@ class Browser:
             self.errors.append(json.dumps(params["args"])[:2000])
         elif found.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(json.dumps(params["entry"])[:2000])
+        elif found.get("method") == "Page.loadEventFired":
+            self._is_loaded = True
         return found
 
     def open(self, url: str) -> None:
-        self.send("Page.navigate", url=url)
-        self.until("document.readyState === 'complete'")
+        """Loads a page. Scripts run in the new page from then on: one that the old page still evaluates would fail."""
+        self._is_loaded = False
+        if "loaderId" in self.send("Page.navigate", url=url):  # else another place of the same page
+            self._wait_for_page()
+
+    def reload(self) -> None:
+        self._is_loaded = False
+        self.send("Page.reload")
+        self._wait_for_page()
+
+    def _wait_for_page(self) -> None:
+        while not self._is_loaded:
+            self._receive()
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""

@@ -25,6 +25,7 @@ _KINDS = {
     "js": b"text/javascript; charset=utf-8",
     "css": b"text/css; charset=utf-8",
     "svg": b"image/svg+xml",
+    "md": b"text/markdown; charset=utf-8",  # a page of the docs, which the timeline shows
 }
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; font-src data:; connect-src 'self'; img-src 'self'; "

@@ -151,7 +151,7 @@ function list({ ordered, start, items }, depth) {
 
 function table({ header, align, rows }, depth) {
   const cells = (row, tag) => row.map((cell, i) =>
-    make(tag, align[i] ? { className: "to-" + align[i] } : {}, ...inline(cell.tokens, depth)))
+    make(cell.text ? tag : "td", align[i] ? { className: "to-" + align[i] } : {}, ...inline(cell.tokens, depth)))
   const head = make("thead", {}, make("tr", {}, ...cells(header, "th")))
   const body = make("tbody", {}, ...rows.map(row => make("tr", {}, ...cells(row, "td"))))
   return make("div", { className: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, make("table", {}, head, body))

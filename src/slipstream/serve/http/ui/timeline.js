@@ -3,6 +3,7 @@
 
 import { call, readSteps } from "./api.js"
 import { $, fillTable, make, saveFile } from "./dom.js"
+import { Markdown } from "./markdown.js"
 
 const KEPT = 60  // seconds
 const LANES = { host: 40, device: 100, idle: 160 }, HEIGHT = 34, CHART = 232
@@ -24,6 +25,7 @@ let hovered = null
 
 export function startTimeline() {
   const canvas = $("lanes")
+  $("help-link").addEventListener("click", event => { event.preventDefault(); help(event.target.href) })
   $("pause").addEventListener("click", () => setPaused(!paused))
   $("live").addEventListener("click", () => { end = null; setPaused(false) })
   $("zoom-in").addEventListener("click", () => zoom(0.5))
@@ -34,6 +36,16 @@ export function startTimeline() {
   canvas.addEventListener("pointermove", event => { if (!event.buttons) hover(at(event), event.offsetY) })
   canvas.addEventListener("keydown", keyed)
   new ResizeObserver(draw).observe(canvas)
+}
+
+// Shows a page of the docs; links to other pages of them are text.
+async function help(address) {
+  try {
+    const parts = (await (await fetch(address)).text()).split(/(^```[^]*?^```$)/m)  // odd ones are code
+    const prose = text => text.replace(/(?<=[^\n|])\n(?=[^\n|#*!\d])/g, " ").replace(/!?\[([^\]]*)\]\((?!https?:)[^)]*\)/g, "$1")
+    new Markdown($("help-text")).update(parts.map((text, i) => i % 2 ? text : prose(text)).join(""))
+    $("help").showModal()
+  } catch (error) { $("timeline-error").textContent = error.message }
 }
 
 export function showTimeline(visible) {

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from timing import replay_seconds
+from torch.nn.functional import linear
 
 from slipstream.ops.elementwise import silu_and_mul
-from slipstream.ops.gemm.linear import gated_linear
+from slipstream.ops.gemm.description import Gemm
 from slipstream.ops.gemm.linear.streaming_hopper import StreamingTile, streaming_gemm
-from slipstream.ops.gemm.linear.tiles import linear
 from slipstream.ops.gemm.linear.triton import GemvTile, SkinnyTile, gemv, skinny_mma
+from slipstream.ops.gemm.table import multiply
 
 SHAPES = {  # name: (out, in, gate)
     "0.6B qkv": (4096, 1024, ""),
@@ -37,7 +38,7 @@ FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (2, 2048, 8), (2, 4096, 8)
 SOME_TILES = [(16, 1024, 1, 4, 1), (16, 1024, 3, 4, 1), (32, 256, 2, 4, 4), (64, 256, 1, 4, 3)]
 STREAM_TILES = [(1,), (2,), (1, 64, 32), (2, 64, 32), (1, 64, 32, 4), (1, 128, 64, 1), (2, 64, 64), (1, 128, 128, 1)]
 
-Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def time_us(gemm: Gemm, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
@@ -55,7 +56,7 @@ def time_us(gemm: Gemm, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
     return seconds * 1e6 / len(weights)
 
 
-def candidates(rows: int, gate: str) -> dict[str, Gemm]:
+def candidates(rows: int, gate: str) -> dict[str, Multiply]:
     """Kernels and tiles by name."""
 
     def few(tile: tuple[int, ...]) -> Gemm:
@@ -94,7 +95,7 @@ def main() -> None:
                 return silu_and_mul(linear(x, w)) if gate else linear(x, w)
 
             def ours(x: torch.Tensor, w: torch.Tensor, activation: Any = activation) -> torch.Tensor:
-                return gated_linear(x, w, None, activation)
+                return multiply(Gemm(x, w, None, activation))
 
             off = (ours(x, weights[0]).double() - exact).norm() / exact.norm()
             line = f"{name:<13} rows {rows:>2} | floor {floor:6.2f} us | library {time_us(library, x, weights):6.2f}"

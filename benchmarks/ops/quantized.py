@@ -17,10 +17,12 @@ import torch
 from timing import replay_seconds
 
 from slipstream.ops.elementwise import silu_and_mul
-from slipstream.ops.gemm.linear import gated_linear
-from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, quantized_linear, takes_streaming, words_of
+from slipstream.ops.gemm.description import Gemm
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, words_of
+from slipstream.ops.gemm.quantized.dispatch import accepts_streaming
 from slipstream.ops.gemm.quantized.gemm import GemmTile, quantize_rows, quantized_gemm
 from slipstream.ops.gemm.quantized.streaming import SliceTile, streaming_gemm_low_bit
+from slipstream.ops.gemm.table import multiply
 
 SHAPES = {  # name: (out, in, gate)
     "qkv": (6144, 4096, ""),
@@ -32,7 +34,7 @@ SPLITS = (1, 2, 4, 8)
 MANY_TILES = [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 1, 8, 3)]
 GROUP = 128
 
-Gemm = Callable[[torch.Tensor, QuantizedMatrix], torch.Tensor]
+Multiply = Callable[[torch.Tensor, QuantizedMatrix], torch.Tensor]
 
 
 def make(kind: str, num_out: int, num_in: int) -> QuantizedMatrix:
@@ -68,7 +70,7 @@ def time_us(gemm: Callable[[Any], Any], weights: list[Any]) -> float:
 SLICES = [SliceTile(splits, 64, 4, programs) for splits in (1, 2, 4) for programs in (2, 3, 4)]
 
 
-def candidates(rows: int, num_out: int, gate: str, is_streaming: bool) -> dict[str, Gemm]:
+def candidates(rows: int, num_out: int, gate: str, is_streaming: bool) -> dict[str, Multiply]:
     """Kernels with other tiles, by their sizes."""
     if is_streaming:
         return {str(tuple(tile)): partial(streaming_gemm_low_bit, bias=None, gate=gate, tile=tile) for tile in SLICES}
@@ -116,16 +118,20 @@ def main() -> None:
             x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
             line = f"{name:<8} rows {rows:>4}"
             if not args.compile:
-                line += f" | bf16 {time_us(lambda w: gated_linear(x, w, None, activation), plain):7.1f}"  # noqa: B023
+                line += f" | bf16 {time_us(lambda w: multiply(Gemm(x, w, None, activation)), plain):7.1f}"  # noqa: B023
             for kind, weights in matrices.items():
                 is_fp8 = kind in ("fp8", "block")
-                run = partial(quantized_linear, x, activation=activation, quantizes_inputs=is_fp8)
+                weights = [weight._replace(quantizes_inputs=is_fp8) for weight in weights]
+
+                def run(weight: QuantizedMatrix) -> torch.Tensor:
+                    return multiply(Gemm(x, weight, None, activation))  # noqa: B023
+
                 exact = x.double() @ dequantize(weights[0], torch.float64).t()
                 exact = activation(exact) if activation else exact
                 off = (run(weights[0]).double() - exact).norm() / exact.norm()
                 others = {}
                 if args.tiles and (rows <= 64 or kind != "fp8"):
-                    others = candidates(rows, num_out, gate, not is_fp8 and takes_streaming(x, weights[0]))
+                    others = candidates(rows, num_out, gate, not is_fp8 and accepts_streaming(x, weights[0]))
                 if args.compile:
                     for gemm in others.values():
                         attempt(partial(gemm, x, weights[0]))

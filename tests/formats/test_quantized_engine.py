@@ -12,7 +12,9 @@ from quantized_checkpoint import quantize, quantize_mxfp4
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import InvalidOption
-from slipstream.ops.gemm.quantized import QuantizedMatrix, matrix, quantized_linear
+from slipstream.ops.gemm.description import Gemm
+from slipstream.ops.gemm.quantized import QuantizedMatrix, matrix
+from slipstream.ops.gemm.table import multiply
 from tiny import write_tiny, write_weights
 from tiny_gguf import K_SIZES, write_gguf
 
@@ -132,7 +134,7 @@ def test_gemm_of_many_rows_in_fp8(is_static: bool) -> None:
     weight = QuantizedMatrix(values, torch.rand(96, 1, device="cuda") * 0.01, None)
     x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor([0.01], device="cuda") if is_static else None
-    found = quantized_linear(x, weight, None, None, scale, quantizes_inputs=True)
+    found = multiply(Gemm(x, weight._replace(quantizes_inputs=True, input_scale=scale)))
     expected = matrix.scaled_linear(x, weight, None, scale)
     assert (found - expected).float().norm() < 0.01 * expected.float().norm()
 
@@ -143,9 +145,10 @@ def test_batch_invariant_rows_have_the_same_bits() -> None:
     values = (torch.randn(96, 256, device="cuda") * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     weight = QuantizedMatrix(values, torch.rand(96, 1, device="cuda") * 0.01, None)
     x = torch.randn(200, 256, device="cuda", dtype=torch.bfloat16)
-    whole = quantized_linear(x, weight, batch_invariant=True)
+    weight = weight._replace(batch_invariant=True)
+    whole = multiply(Gemm(x, weight))
     for count in (1, 3, 65):
-        assert torch.equal(quantized_linear(x[:count], weight, batch_invariant=True), whole[:count])
+        assert torch.equal(multiply(Gemm(x[:count], weight)), whole[:count])
 
 
 class WarmDevice(ReplayDevice):

@@ -27,6 +27,7 @@ from nets.launch_inputs import ROWS, get, half, ints  # noqa: E402
 from nets.launched_attention import attend_on_hopper, attend_single_on_hopper, attention  # noqa: E402
 from nets.launched_states import delta_rule, drafted_states, state_space  # noqa: E402
 from slipstream.ops.elementwise import KeptTokens, StepRows  # noqa: E402
+from slipstream.ops.gemm.description import AddTo, Gemm, NormBefore  # noqa: E402
 from slipstream.ops.gemm.linear.triton import Norm  # noqa: E402
 from slipstream.ops.gemm.lora.reference import LoraTiles, LoraWeights  # noqa: E402
 from slipstream.ops.gemm.moe import ExpertBiases, RouterRule, Routing, SharedMatrices  # noqa: E402
@@ -65,16 +66,21 @@ def quantized() -> dict[str, Callable[[], Any]]:
     def row_chain() -> None:
         values, scale = torch.zeros(256, 256, dtype=torch.uint8), torch.rand(256, 4)
         weight = QuantizedMatrix(values, scale, None, 8, words=words_of(scale, 8))
-        sums = get("gemm.quantized.quantized_linear_add")(half(1, 512), weight, half(1, 256), half(256), 1e-6)
+        add = AddTo(half(1, 256), half(256), 1e-6, "streaming")
+        sums = get("gemm.table.add_product")(Gemm(half(1, 512), weight, add=add))
         few = scale[:, :2].contiguous()
         narrow = weight._replace(values=values[:, :128].contiguous(), scale=few, words=words_of(few, 8))
         get("gemm.quantized.streaming.streaming_gemm_low_bit")(sums, narrow, None, "silu")
         get("gemm.quantized.streaming.streaming_gemm_low_bit")(half(1, 512), weight, half(256), "", row_tile)
 
     def fp8_chain() -> None:
-        sums = get("gemm.quantized.fp8_linear_add")(half(1, 512), rows, half(1, 64), half(64), 1e-6)
-        get("gemm.quantized.fp8_linear_unnormalized")(sums, matrix._replace(scale=torch.rand(32, 1)), None, None)
-        get("gemm.quantized.fp8_parts_add")(half(3, 2048), None, wide, half(3, 64), half(64), 1e-6)
+        add = AddTo(half(1, 64), half(64), 1e-6, "streaming")
+        sums = get("gemm.table.add_product")(Gemm(half(1, 512), rows._replace(quantizes_inputs=True), add=add))
+        weight = matrix._replace(scale=torch.rand(32, 1), quantizes_inputs=True)
+        get("gemm.table.multiply")(Gemm(sums, weight))
+        get("gemm.quantized.dispatch._add_fp8_parts")(
+            Gemm(half(3, 2048), wide, add=add._replace(residual=half(3, 64), chain="library"))
+        )
 
     def joined() -> None:
         shapes = (64, 1024), (128, 64), (64, 1024), (64, 64)
@@ -219,7 +225,10 @@ def drafts() -> dict[str, Callable[[], Any]]:
 def experts() -> dict[str, Callable[[], Any]]:
     routing = Routing(ints(3, 2).int(), torch.rand(3, 2))
     stacks = [
-        QuantizedExperts(QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None), 8, True)
+        QuantizedExperts(
+            QuantizedMatrix(half(*shape).to(torch.float8_e4m3fn), torch.rand(shape[0], 1), None, quantizes_inputs=True),
+            8,
+        )
         for shape in ((8 * 96, 32), (8 * 32, 48))
     ]
     return {
@@ -270,11 +279,13 @@ def products() -> dict[str, Callable[[], Any]]:
     weight, bias, gated = half(64, 128), half(64), half(128, 128)
     norm = half(128)
     residual = half(2, 128)
+    fp8 = QuantizedMatrix(half(64, 512).to(torch.float8_e4m3fn), torch.rand(64, 1), None, quantizes_inputs=True)
 
     def chained() -> None:
         x, first = half(16, 128), half(128, 128)
-        sums = get("gemm.linear.linear_add")("streaming", x, first, half(16, 128), norm, 1e-6)
-        get("gemm.linear.linear_unnormalized")(sums, gated, None, get("elementwise.silu_and_mul"))
+        add = AddTo(half(16, 128), norm, 1e-6, "streaming")
+        sums = get("gemm.table.add_product")(Gemm(x, first, add=add))
+        get("gemm.table.multiply")(Gemm(sums, gated, None, get("elementwise.silu_and_mul")))
 
     at = "gemm.linear."
     return {
@@ -307,15 +318,20 @@ def products() -> dict[str, Callable[[], Any]]:
         "relu2_gemm": lambda: get(at + "gated_gemm_hopper.relu2_gemm")(half(300, 128), half(512, 128)),
         "gelu_gemm": lambda: get(at + "gated_gemm_hopper.gelu_gemm")(half(300, 128), half(512, 128), half(512)),
         "linear": lambda: get("gemm.linear.linear")(half(9, 128), weight, bias),
-        "gated_linear of many": lambda: get("gemm.linear.gated_linear")(
-            half(2048, 128), gated, None, get("elementwise.silu_and_mul")
+        "gated GEMM of many": lambda: get("gemm.table.multiply")(
+            Gemm(half(2048, 128), gated, None, get("elementwise.silu_and_mul"))
         ),
-        "activated_linear of many": lambda: get("gemm.linear.activated_linear")(
-            half(2048, 128), half(512, 128), half(512), torch.nn.functional.gelu
+        "GEMM of many with gelu": lambda: get("gemm.table.multiply")(
+            Gemm(half(2048, 128), half(512, 128), half(512), torch.nn.functional.gelu)
         ),
-        "norm_linear": lambda: get("gemm.linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
-        "norm_linear of more": lambda: get("gemm.linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
-        "chain_for": lambda: get("gemm.linear.chain_for")(half(9, 128), weight),
+        "GEMM of a norm": lambda: get("gemm.table.multiply_normed")(
+            Gemm(half(2, 128), weight, bias, norm=NormBefore(norm, 1e-6, residual))
+        ),
+        "GEMM of a norm of more": lambda: get("gemm.table.multiply_normed")(
+            Gemm(half(9, 128), weight, bias, norm=NormBefore(norm, 1e-6))
+        ),
+        "GEMM of FP8 inputs": lambda: get("gemm.table.multiply")(Gemm(half(9, 512), fp8)),
+        "choose_chain": lambda: get("gemm.table.choose_chain")(half(9, 128), [weight, fp8]),
     }
 
 
@@ -325,7 +341,7 @@ def kernels(monkeypatch):
     found, launched = replace_kernels(monkeypatch)
     for module in ("gemm.linear.gated_gemm_hopper", "gemm.moe.gemm_hopper", "gemm.moe.streaming_hopper"):
         monkeypatch.setattr(f"slipstream.ops.{module}.multiprocessors", lambda device: 8)
-    for module in ("gemm.linear.tiles", "gemm.moe.triton"):
+    for module in ("gemm.linear.tiles", "gemm.moe.triton", "gemm.quantized.dispatch"):
         monkeypatch.setattr(f"slipstream.ops.{module}.has_hopper_kernels", lambda device: True)
     return found, launched
 
@@ -349,7 +365,7 @@ def test_a_launcher_reads_no_value(name, kernels, monkeypatch):
     _, launched = kernels
     with no_host_reads():
         launches(monkeypatch)[name]()
-    assert launched or name == "chain_for"
+    assert launched or name == "choose_chain"
 
 
 def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):

@@ -32,7 +32,7 @@ def test_names_that_do_not_exist_are_found(code):
     "code",
     [
         "import slipstream\nfrom slipstream import LLM, SamplingParams\nslipstream.LLM",
-        "from slipstream.ops.gemm import linear as ops\nops.linear.__doc__\nops.tiles.linear",
+        "from slipstream.ops.gemm import linear as ops\nops.linear.__doc__\nops.tiles.skinny_gemm",
         "from slipstream.ops.gemm.moe import triton\ntriton.expert_mlp.__name__",
         "module = importlib.import_module('slipstream.ops.gemm.linear.gemv')\nmodule.dependent",
         "monkeypatch.setattr('slipstream.ops.gemm.linear.cublaslt.multiply', None)",

@@ -18,6 +18,7 @@ from slipstream.nn.weights import kinds
 from slipstream.nn.weights.kinds import Bfloat16Weight
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.nn.weights.weight_format import Weight
+from slipstream.ops.gemm.table import native_rows
 from slipstream.ops.platform import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf
@@ -43,7 +44,7 @@ def outputs(model: Decoder) -> list[torch.Tensor]:
 def matrix_dtypes(model: Decoder) -> set[torch.dtype]:
     """Of the rows that the C kernels read."""
     weights = [module for module in model.modules() if isinstance(module, Weight)]
-    return {run.data.dtype for weight in weights for run in weight.runs_for_kernels() or []}
+    return {run.data.dtype for weight in weights for run in native_rows(weight.matrix) or []}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])

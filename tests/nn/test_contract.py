@@ -13,6 +13,7 @@ import torch
 
 from hand_batch import HandRow, HandRunner
 from hand_load import load
+from slipstream.nn import chains
 from slipstream.nn.chains import CudaChain, FusedCpu
 from slipstream.nn.decoder import Decoder
 from slipstream.ops.platform import native
@@ -42,7 +43,7 @@ def of_kind(kind: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[
     if kind == "fused" and not native.build():
         pytest.skip("no C compiler here, or the kernels are turned off")
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_offloaded: "library")
+        monkeypatch.setattr(chains, "choose_chain", lambda x, weights, is_streaming: "library")
     implementation = IMPLEMENTATIONS[kind]
     if implementation is None:
         model.implementations = ()
@@ -123,7 +124,7 @@ def test_a_step_that_is_refused_leaves_the_input_as_it_was(
     model = load(folder)
     of_kind(kind, model, monkeypatch)
     if kind == "chain":
-        monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_offloaded: "")
+        monkeypatch.setattr(chains, "choose_chain", lambda x, weights, is_streaming: "")
     runner = HandRunner(model)
     chunks = {"c": [8], "a": PROMPT[:5]}
     expected = exact(folder, [chunks])[0]

@@ -24,15 +24,17 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.kinds import BatchInvariant
-from slipstream.nn.weights.weight_format import Unquantized, UnquantizedWeight
+from slipstream.nn.weights.weight_format import Unquantized
 from slipstream.ops.elementwise import rms_norm, silu_and_mul
-from slipstream.ops.gemm.linear import Activation, chain_for
+from slipstream.ops.gemm.chains import Unnormalized
+from slipstream.ops.gemm.description import Activation, AddTo, Gemm, GemmKernel
+from slipstream.ops.gemm.linear import dispatch
 from slipstream.ops.gemm.linear.dispatch import MAX_STREAMING_ROWS_OF_LARGE_WEIGHT
-from slipstream.ops.gemm.linear.tiles import Unnormalized
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights
 from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, tile_size
 from slipstream.ops.gemm.quantized import QuantizedMatrix
 from slipstream.ops.gemm.quantized.matrix import LayerGemms
+from slipstream.ops.gemm.table import TABLE, add_product, choose_chain
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
@@ -51,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return out
 
     monkeypatch.setattr(CudaChain, "run", counted)
-    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streaming=False: "library")
+    monkeypatch.setattr(chains, "choose_chain", lambda x, weights, is_streaming=False: "library")
     return made
 
 
@@ -117,10 +119,10 @@ def test_one_kernel_may_compute_the_products_from_one_attention_to_the_next(
         normed = rms_norm(total, gemms.next_norm, gemms.next_eps)
         return normed if gemms.next_qkv is None else normed @ gemms.next_qkv.values.t(), total
 
-    def as_matrix(weight: UnquantizedWeight) -> QuantizedMatrix:
-        return QuantizedMatrix(weight.data, torch.ones(len(weight.data), 1), None)
+    def as_matrix(linear: Linear) -> QuantizedMatrix:
+        return QuantizedMatrix(linear.weight.matrix, torch.ones(linear.num_outputs, 1), None)
 
-    monkeypatch.setattr(UnquantizedWeight, "layer_matrix", property(as_matrix))
+    monkeypatch.setattr(chains, "quantized_matrix", as_matrix)
     monkeypatch.setattr(chains, "joins_gemms", lambda x, gemms, activation: len(x) == 1)
     monkeypatch.setattr(chains, "multiply_layer", multiply)
     model = load(write_tiny(tmp_path, "llama", num_hidden_layers=4), torch.float64)
@@ -159,18 +161,18 @@ def test_products_of_a_chain_have_the_adapters_of_their_tokens() -> None:
     norm = RMSNorm(32, 1e-6, torch.float64)
     norm.weight.normal_()
     total = torch.randn(5, 32, dtype=torch.float64)
-    found = linear.after_unnormalized(Unnormalized(total, norm.weight, norm.eps), context, silu_and_mul)
+    found = linear(Unnormalized(total, norm.weight, norm.eps), context, silu_and_mul)
     torch.testing.assert_close(found, silu_and_mul(linear(norm(total)[0], context)), rtol=1e-9, atol=1e-9)
     linear.bias = None
     residual, x = torch.randn(5, 24, dtype=torch.float64), torch.randn(5, 32, dtype=torch.float64)
     expected = residual + linear(x, context)
     after = RMSNorm(24, 1e-6, torch.float64)
-    found = linear.add_to(residual, x, after, "library", context).total
+    found = add_product(linear.gemm(x, context, add=AddTo(residual, after.weight, after.eps, "library"))).total
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_products_that_multiply_with_a_too_have_the_adapters_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As products with A apart; `multiply_with_adapters` is that of a GPU, in plain torch."""
+    """As products with A apart; `multiply_appended` is that of a GPU, in plain torch."""
     linear = Linear(32, {"gate": 12, "up": 12}, False, Unquantized(torch.float64), torch.float64)
     torch.manual_seed(0)
     linear.weight.data.normal_()
@@ -190,18 +192,18 @@ def test_products_that_multiply_with_a_too_have_the_adapters_of_their_tokens(mon
     added = residual + linear(x, context)
     calls = []
 
-    def multiply(inputs: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:
+    def multiply(inputs: torch.Tensor | Unnormalized, weight: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
         rows = inputs if isinstance(inputs, torch.Tensor) else norm(inputs.total)[0]
         calls.append(1)
-        return rows @ torch.cat([linear.weight.data, *adapters]).t()
+        return rows @ torch.cat([weight, *adapters]).t()
 
-    monkeypatch.setattr(linear.weight, "can_append_adapters", lambda x, adapters: True)
-    monkeypatch.setattr(linear.weight, "multiply_with_adapters", multiply)
+    monkeypatch.setitem(TABLE["CPU"], "adapters", (GemmKernel("appended", lambda gemm: True, dispatch._append),))
+    monkeypatch.setattr(dispatch, "multiply_appended", multiply)
     rows = Unnormalized(total, norm.weight, norm.eps, total * norm.weight, total.square().sum(1, keepdim=True))
-    found = linear.after_unnormalized(rows, context, silu_and_mul)
+    found = linear(rows, context, silu_and_mul)
     torch.testing.assert_close(found, gated, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(linear.after_unnormalized(rows, context), plain, rtol=1e-9, atol=1e-9)
-    sums = linear.add_to(residual, x, after, "streaming", context)
+    torch.testing.assert_close(linear(rows, context), plain, rtol=1e-9, atol=1e-9)
+    sums = add_product(linear.gemm(x, context, add=AddTo(residual, after.weight, after.eps, "streaming")))
     torch.testing.assert_close(sums.total, added, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(sums.weighted, added * after.weight, rtol=1e-9, atol=1e-9)
     assert sums.squares is not None
@@ -230,14 +232,14 @@ def test_the_second_product_of_a_chain_may_have_the_gate(
     model = load(write_tiny(tmp_path, "llama"), torch.float64)
     _, expected = steps(one_by_one(model))
     columns = []
-    add_gated_to = UnquantizedWeight.add_gated_to
 
-    def add(self, residual, gate_up, *args):
-        columns.append(gate_up.shape[1])
-        return add_gated_to(self, residual, gate_up, *args)
+    def add(gemm: Gemm) -> Unnormalized:
+        if gemm.gate is not None:
+            columns.append(gemm.x.shape[1])
+        return add_product(gemm)
 
-    monkeypatch.setattr(UnquantizedWeight, "takes_gated", lambda self, x, activation: activation is silu_and_mul)
-    monkeypatch.setattr(UnquantizedWeight, "add_gated_to", add)
+    monkeypatch.setattr(Linear, "takes_gate", lambda self, x, activation, context: activation is silu_and_mul)
+    monkeypatch.setattr(chains, "add_product", add)
     _, found = steps(chained(model))
     num_gated = (len(model.layers) - 1) * len(calls)
     num_gated += sum(len(ids) >= MAX_STREAMING_ROWS_OF_LARGE_WEIGHT for ids in PROMPTS.values())  # the last layer's too
@@ -252,8 +254,8 @@ def test_a_chain_ends_with_last_tokens_alone(calls: list[bool], tmp_path: Path) 
     steps = [{"a": [5, 9, 33], "b": list(range(3, 40))}, {"c": [8], "b": [11], "a": [7, 8]}]
     rows: list[int] = []
     down: Any = model.layers[-1].mlp.down
-    multiply = down.weight.multiply
-    down.weight.multiply = lambda x, bias: (rows.append(len(x)), multiply(x, bias))[1]
+    multiply = down.multiply
+    down.multiply = lambda gemm: (rows.append(len(gemm.x)), multiply(gemm))[1]
     runner = HandRunner(model, torch.float64)
     found = [runner.run_last(chunks) for chunks in steps]
     assert calls == [True, True] and rows == [2, 3]
@@ -281,45 +283,9 @@ def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Pa
     assert not chained(model).implementations
 
 
-@pytest.mark.parametrize(
-    ("kinds", "few", "many"),
-    [
-        ("streaming", "streaming", "streaming"),
-        ("library", "library", "library"),
-        ("streaming library", "streaming", "library"),
-        ("streaming library none", "", ""),
-    ],
-)
-def test_a_chain_is_what_all_weights_can_be(kinds: str, few: str, many: str) -> None:
-    """Few rows of a weight that offers a library chain can be streaming, many rows of another one cannot."""
-    offered = {"streaming": "streaming", "library": "library", "none": ""}
-    chain: Any = SimpleNamespace(
-        linears=[
-            SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind], takes_streaming=True)
-            for kind in kinds.split()
-        ]
-    )
-    assert CudaChain.choose(chain, torch.ones(64)) == few
-    assert CudaChain.choose(chain, torch.ones(65)) == many
-    assert CudaChain.choose(chain, torch.ones(64), is_streaming=True) == ("streaming" if few else "")
-
-
-def test_a_chain_is_not_streamed_if_a_weight_cannot_be() -> None:
-    """Several rows of FP8."""
-    fp8 = SimpleNamespace(chain_for=lambda x: "library", takes_streaming=False)
-    other = SimpleNamespace(chain_for=lambda x: "streaming", takes_streaming=True)
-    row = SimpleNamespace(chain_for=lambda x: "streaming", takes_streaming=False)
-    chosen = lambda *linears, **options: CudaChain.choose(  # noqa: E731
-        SimpleNamespace(linears=linears),  # type: ignore[arg-type]
-        torch.ones(16),
-        **options,
-    )
-    assert chosen(fp8) == "library" and chosen(row) == "streaming"
-    assert chosen(fp8, is_streaming=True) == chosen(fp8, other) == ""
-
-
 def test_nothing_is_chained_on_a_cpu(tmp_path: Path) -> None:
-    assert chain_for(torch.ones(100, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)) == ""
+    x, weight = (torch.ones(rows, 64, dtype=torch.bfloat16) for rows in (100, 64))
+    assert choose_chain(x, [weight]) == ""
     assert not load(write_tiny(tmp_path), torch.bfloat16).implementations
 
 
@@ -341,7 +307,7 @@ def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> N
             results[name] = model(make_context(model, rows)).double()
     off = {name: (out - results["exact"]).norm() / results["exact"].norm() for name, out in results.items()}
     x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
-    chain = chain_for(x, decoder.layers[0].mlp.down.weight.data)
+    chain = choose_chain(x, [decoder.layers[0].mlp.down.weight.data])
     assert chain or rows <= 64  # on Hopper all are
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert chain != "streaming" or not results["chain"].equal(results["one by one"])
@@ -375,7 +341,7 @@ def test_a_chain_on_the_gpu_with_adapters(rows: int) -> None:
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert off["without"] > 0.2, "the adapters change nothing"
     x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
-    if chain_for(x, decoder.layers[0].mlp.down.weight.data) == "streaming":
+    if choose_chain(x, [decoder.layers[0].mlp.down.weight.data]) == "streaming":
         assert not results["chain"].equal(results["one by one"])
         plain = torch.from_numpy(slots < 0).cuda()
         difference = (results["chain"] - results["without"])[plain]

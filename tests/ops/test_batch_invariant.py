@@ -11,7 +11,7 @@ import torch
 
 from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.ops.gemm.linear.tiles import linear
+from slipstream.ops.gemm.linear import linear
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

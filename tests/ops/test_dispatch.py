@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from child import child_env
-from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.gemm.chains import Unnormalized
 from slipstream.ops.platform import dispatch
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import relu2, silu_and_mul
-from slipstream.ops.gemm.linear import activated_linear, gated_linear
+from slipstream.ops.gemm.description import Gemm
+from slipstream.ops.gemm.table import multiply
 
 
 @pytest.mark.cuda
@@ -69,10 +70,10 @@ def test_very_many_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     make = gated_gemm_hopper.gated_gemm
     monkeypatch.setattr(gated_gemm_hopper, "gated_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
     for count in (1023, 1024, 1500):
-        found = gated_linear(x[:count], weight, None, silu_and_mul)
+        found = multiply(Gemm(x[:count], weight, None, silu_and_mul))
         torch.testing.assert_close(found, silu_and_mul(F.linear(x[:count], weight)), rtol=5e-2, atol=8.0)
-    gated_linear(x, weight[:1500], None, silu_and_mul)  # results of 1,500 bytes a row
-    gated_linear(x, weight, weight.new_zeros(1552), silu_and_mul)
+    multiply(Gemm(x, weight[:1500], None, silu_and_mul))  # results of 1,500 bytes a row
+    multiply(Gemm(x, weight, weight.new_zeros(1552), silu_and_mul))
     assert rows == [1024, 1500]
 
 
@@ -107,11 +108,11 @@ def test_gelu_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -
     make = gated_gemm_hopper.gelu_gemm
     monkeypatch.setattr(gated_gemm_hopper, "gelu_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
     for count in (1023, 1024, 1500):
-        found = activated_linear(x[:count], weight, bias, F.gelu)
+        found = multiply(Gemm(x[:count], weight, bias, F.gelu))
         torch.testing.assert_close(found, F.gelu(F.linear(x[:count], weight, bias)), rtol=5e-3, atol=0.1)
-    activated_linear(x, weight[:640], bias[:640], F.gelu)  # two halves and a half of tiles
-    activated_linear(x, weight, None, F.gelu)
-    activated_linear(x, weight, bias, torch.relu)
+    multiply(Gemm(x, weight[:640], bias[:640], F.gelu))  # two halves and a half of tiles
+    multiply(Gemm(x, weight, None, F.gelu))
+    multiply(Gemm(x, weight, bias, torch.relu))
     assert rows == [1024, 1500]
 
 
@@ -141,12 +142,11 @@ def test_relu2_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) 
     make = gated_gemm_hopper.relu2_gemm
     monkeypatch.setattr(gated_gemm_hopper, "relu2_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
     for count in (1023, 1024, 1500):
-        for multiply in (activated_linear, gated_linear):  # the latter behind a norm
-            found = multiply(x[:count], weight, None, relu2)
-            torch.testing.assert_close(found, relu2(F.linear(x[:count], weight)), rtol=5e-2, atol=8.0)
-    activated_linear(x, weight[:640], None, relu2)
-    activated_linear(x, weight, weight.new_zeros(768), relu2)
-    assert rows == [1024, 1024, 1500, 1500]
+        found = multiply(Gemm(x[:count], weight, None, relu2))
+        torch.testing.assert_close(found, relu2(F.linear(x[:count], weight)), rtol=5e-2, atol=8.0)
+    multiply(Gemm(x, weight[:640], None, relu2))
+    multiply(Gemm(x, weight, weight.new_zeros(768), relu2))
+    assert rows == [1024, 1500]
 
 
 def test_gelu_by_the_kernels_formula_is_gelu() -> None:
@@ -163,4 +163,4 @@ def test_gelu_by_the_kernels_formula_is_gelu() -> None:
 def test_without_a_kernel_the_activation_follows_the_product() -> None:
     x, weight, bias = torch.randn(1100, 16), torch.randn(256, 16), torch.randn(256)
     for own in (bias, None):
-        torch.testing.assert_close(activated_linear(x, weight, own, F.gelu), F.gelu(F.linear(x, weight, own)))
+        torch.testing.assert_close(multiply(Gemm(x, weight, own, F.gelu)), F.gelu(F.linear(x, weight, own)))

@@ -9,14 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import gelu_and_mul, gelu_tanh_and_mul, relu2, silu_and_mul
-from slipstream.ops.gemm.linear import activated_linear, cublaslt, dispatch, linear, norm_linear, tiles
-from slipstream.ops.gemm.linear.dispatch import (
-    GELU_GEMM_HOPPER,
-    RELU2_GEMM_HOPPER,
-    GemmCall,
-    choose,
-    choose_chain,
-)
+from slipstream.ops.gemm import table
+from slipstream.ops.gemm.description import AddTo, Gemm, GemmKernel, NormBefore
+from slipstream.ops.gemm.linear import cublaslt, dispatch, linear, tiles
+from slipstream.ops.gemm.linear.dispatch import chains_of
+from slipstream.ops.gemm.table import TABLE, choose_chain, multiply, multiply_normed
 
 ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 80, 81, 96, 97, 256, 257, 1023, 1024, 4096)
 ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
@@ -38,8 +35,8 @@ hopper bfloat16 SMALL       none      bias | 0 library, 1 gemv, 3 streaming_hopp
 hopper bfloat16 SMALL       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 gated_gemm_hopper
 hopper bfloat16 SMALL       gelu_tanh -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 gated_gemm_hopper
 hopper bfloat16 SMALL       silu      bias | 0 library, 1 gemv, 3 streaming_hopper, 65 library
-hopper bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
-hopper bfloat16 SMALL       gelu_erf  bias | 0 library
+hopper bfloat16 SMALL       gelu_erf  -    | 0 activation apart
+hopper bfloat16 SMALL       gelu_erf  bias | 0 activation apart
 hopper bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
 hopper bfloat16 LARGE       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
 hopper bfloat16 WIDE        none      -    | 0 library, 1 gemv, 2 streaming_hopper, 97 library, 1024 cublaslt_tuned
@@ -59,7 +56,7 @@ hopper float32  SMALL       silu      -    | 0 library, 1024 cublaslt_tuned
 other  bfloat16 SMALL       none      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
 other  bfloat16 SMALL       none      bias | 0 library, 1 gemv, 3 skinny_mma, 17 library
 other  bfloat16 SMALL       silu      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
-other  bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
+other  bfloat16 SMALL       gelu_erf  -    | 0 activation apart
 other  bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
 other  bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
 other  float32  SMALL       none      -    | 0 library, 1024 cublaslt_tuned
@@ -89,13 +86,17 @@ class Operand:
 
 def make_call(
     rows: int, weight: tuple[int, int], dtype: torch.dtype, activation: Any, bias: bool, address: int = 0
-) -> GemmCall:
+) -> Gemm:
     operands: Any = (
         Operand((rows, weight[1]), dtype, address),
         Operand(weight, dtype),
         Operand((weight[0], 1), dtype) if bias else None,
     )
-    return GemmCall(*operands, activation)
+    return Gemm(*operands, activation)
+
+
+def choose(gemm: Gemm, form: Any = "product") -> GemmKernel:
+    return next(kernel for kernel in TABLE["CUDA"][form] if kernel.accepts(gemm))
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_a_shape_without_a_tuned_algorithm_and_a_machine_without_triton_use_the_
     for rows in ROWS:
         assert choose(make_call(rows, SMALL, torch.bfloat16, silu_and_mul, False)).name == "library"
         call = make_call(rows, SMALL, torch.bfloat16, F.gelu, True)
-        assert not GELU_GEMM_HOPPER.accepts(call) and not dispatch.accepts_norm(call)
+        assert choose(call).name == "activation apart" and not takes_norm(call)
 
 
 def test_an_unaligned_address_excludes_tma(gpu: Any) -> None:
@@ -168,7 +169,8 @@ def test_an_unaligned_address_excludes_tma(gpu: Any) -> None:
 def test_gelu_is_fused_into_gemms_of_many_rows(name, weight, dtype, activation, bias, first, gpu: Any) -> None:
     pytest.importorskip("slipstream.ops.gemm.linear.gated_gemm_hopper", reason="no Triton with Gluon")
     gpu(name)
-    accepted = [rows for rows in ROWS if GELU_GEMM_HOPPER.accepts(make_call(rows, weight, dtype, activation, bias))]
+    calls = {rows: make_call(rows, weight, dtype, activation, bias) for rows in ROWS}
+    accepted = [rows for rows, call in calls.items() if choose(call).name == "elementwise_hopper"]
     assert accepted == [rows for rows in ROWS if first is not None and rows >= first]
 
 
@@ -176,7 +178,8 @@ def test_relu2_is_fused_into_gemms_of_many_rows(gpu: Any) -> None:
     pytest.importorskip("slipstream.ops.gemm.linear.gated_gemm_hopper", reason="no Triton with Gluon")
 
     def chosen(weight: tuple[int, int], dtype: torch.dtype, bias: bool) -> list[int]:
-        return [rows for rows in ROWS if choose(make_call(rows, weight, dtype, relu2, bias)) is RELU2_GEMM_HOPPER]
+        calls = {rows: make_call(rows, weight, dtype, relu2, bias) for rows in ROWS}
+        return [rows for rows, call in calls.items() if choose(call).name == "elementwise_hopper"]
 
     gpu("hopper")
     assert chosen(SMALL, torch.bfloat16, False) == [rows for rows in ROWS if rows >= 1024]
@@ -198,14 +201,27 @@ def test_relu2_is_fused_into_gemms_of_many_rows(gpu: Any) -> None:
 )
 def test_gemv_computes_the_norm_of_short_rows(weight, dtype, activation, accepted, gpu: Any) -> None:
     gpu("other")
-    assert [
-        rows for rows in ROWS if dispatch.accepts_norm(make_call(rows, weight, dtype, activation, True))
-    ] == accepted
+    assert [rows for rows in ROWS if takes_norm(make_call(rows, weight, dtype, activation, True))] == accepted
+
+
+def takes_norm(call: Gemm, is_kept: bool = False) -> bool:
+    norm = NormBefore(call.x, 1e-6, None, is_kept)
+    return choose(call._replace(norm=norm), "norm").name == "gemv"
+
+
+def test_gemv_stores_the_norm_of_more_rows_of_small_weights(gpu: Any) -> None:
+    gpu("other")
+    for num_out, last in ((256, 16), (257, 2)):
+        calls = {rows: make_call(rows, (num_out, 2048), torch.bfloat16, None, False) for rows in ROWS}
+        assert [rows for rows, call in calls.items() if takes_norm(call, True)] == [
+            rows for rows in ROWS if 0 < rows <= last
+        ]
 
 
 def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> None:
     def accepts(rows: int, weight: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> bool:
-        return dispatch.accepts_parts(*make_call(rows, weight, dtype, None, False)[:2])
+        call = make_call(rows, weight, dtype, None, False)
+        return choose(call._replace(add=AddTo(call.x, call.x, 1e-6, "library")), "add").name == "partial sums"
 
     gpu("hopper")
     assert [rows for rows in ROWS if accepts(rows, (4096, 12288))] == [33, 64, 65, 80]
@@ -218,9 +234,8 @@ def test_partial_sums_are_left_to_the_norm_where_that_was_measured(gpu: Any) -> 
 
 def test_a_library_chain_of_few_rows_can_be_streamed_for_adapters(gpu: Any) -> None:
     gpu("hopper")
-    x, weight = make_call(64, NARROW, torch.bfloat16, None, False)[:2]
-    assert choose_chain(x, weight) == "library" and dispatch.takes_streaming(x, weight)
-    assert not dispatch.takes_streaming(*make_call(65, NARROW, torch.bfloat16, None, False)[:2])
+    assert chains_of(*make_call(64, NARROW, torch.bfloat16, None, False)[:2]) == ("library", "streaming")
+    assert chains_of(*make_call(65, NARROW, torch.bfloat16, None, False)[:2]) == ("library",)
 
 
 @pytest.mark.parametrize(
@@ -239,18 +254,51 @@ def test_a_library_chain_of_few_rows_can_be_streamed_for_adapters(gpu: Any) -> N
 )
 def test_chains_by_rows(name, weight, dtype, expected, gpu: Any) -> None:
     gpu(name)
-    assert first_rows(lambda rows: choose_chain(*make_call(rows, weight, dtype, None, False)[:2]) or "-") == expected
+
+    def chain(rows: int) -> str:
+        return (*chains_of(*make_call(rows, weight, dtype, None, False)[:2]), "-")[0]
+
+    assert first_rows(chain) == expected
+
+
+@pytest.mark.parametrize(
+    ("offers", "few", "many"),
+    [
+        (["streaming"], "streaming", "streaming"),
+        (["library streaming"], "library", "library"),
+        (["streaming", "library streaming"], "streaming", "library"),
+        (["streaming", "library streaming", ""], "", ""),
+    ],
+)
+def test_a_chain_is_what_all_weights_can_be(
+    offers: list[str], few: str, many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows of a weight that offers a library chain can be streaming, many rows of another one cannot."""
+    monkeypatch.setattr(table, "_chains_of", lambda x, weight: tuple(weight.split()))
+    weights: Any = offers
+    assert choose_chain(torch.ones(64), weights) == few
+    assert choose_chain(torch.ones(65), weights) == many
+    assert choose_chain(torch.ones(64), weights, is_streaming=True) == ("streaming" if few else "")
+
+
+def test_a_chain_is_not_streamed_if_a_weight_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows of FP8."""
+    monkeypatch.setattr(table, "_chains_of", lambda x, weight: (weight,))
+    chosen: Any = lambda *weights, **options: choose_chain(torch.ones(16), weights, **options)  # noqa: E731
+    assert chosen("library") == "library" and chosen("streaming") == "streaming"
+    assert chosen("library", is_streaming=True) == chosen("library", "streaming") == ""
 
 
 def test_cpu_tensors_never_reach_a_gpu_kernel(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu("hopper")
-    monkeypatch.setattr(dispatch, "CUDA_KERNELS", ())
+    monkeypatch.setitem(TABLE, "CUDA", {})
     torch.manual_seed(0)
     for rows in (1, 9, 1024):
         x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 64), (256, 64), (256,)))
         plain = F.linear(x, weight, bias)
         assert linear(x, weight, bias).equal(plain)
-        assert activated_linear(x, weight, bias, F.gelu).equal(F.gelu(plain))
-        out, total = norm_linear(x, x, torch.ones(64, dtype=torch.float64), 1e-6, weight, bias)
+        assert multiply(Gemm(x, weight, bias, F.gelu)).equal(F.gelu(plain))
+        norm = NormBefore(torch.ones(64, dtype=torch.float64), 1e-6, x)
+        out, total, _ = multiply_normed(Gemm(x, weight, bias, norm=norm))
         assert total.equal(x + x) and out.shape == plain.shape
-        assert choose_chain(x, weight) == ""
+        assert choose_chain(x, [weight]) == ""

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slipstream.ops.gemm import linear
-from slipstream.ops.gemm.linear import dispatch, measured, tiles
+from slipstream.ops.gemm.description import Gemm, choose
+from slipstream.ops.gemm.linear import dispatch, tiles
 from slipstream.ops.platform import native, prebuilt
 
 # tokens, rows, columns: one, odd ones, whole tiles, one more than a block, several blocks of tokens and of columns
@@ -88,10 +89,10 @@ def test_linear_takes_the_tiles_for_many_tokens(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tiles, "tile_gemm", lambda *args: calls.append(len(args[0])) or multiply(*args))
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
     close(linear.linear(x, weight, bias), x @ weight.t() + bias)
-    close(measured.linear_bfloat16(x, weight.bfloat16()), x @ weight.bfloat16().float().t())
+    close(linear.linear(x, weight.bfloat16()), x @ weight.bfloat16().float().t())
     assert calls == [40, 40]
-    few = dispatch.GemmCall(x[: tiles.MIN_TOKENS - 1], weight, None, None)
-    assert not tiles.accepts(few.x, weight) and dispatch.choose(few).name != "tiles"
+    few = Gemm(x[: tiles.MIN_TOKENS - 1], weight)
+    assert not tiles.accepts(few.x, weight) and choose(dispatch.CPU_KERNELS, few).name != "tiles"
     assert not tiles.accepts(x, weight.double()) and not tiles.accepts(x, weight.t().contiguous().t())
     monkeypatch.setattr(native, "library", lambda: None)
     assert not tiles.accepts(x, weight)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from slipstream.ops.elementwise import silu_and_mul
-from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.gemm.chains import Unnormalized
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, reference
 from slipstream.ops.gemm.lora.reference import make_blocks, make_tiles, num_counters, num_tiles, tile_size
 
@@ -204,22 +206,24 @@ def test_a_product_that_has_multiplied_with_a_is_finished(name, slots, counts, r
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1024, 2048)])
 def test_a_streamed_gemm_multiplies_with_all_matrices_a(num_tokens, outputs, inputs):
     """Slots lie apart, as in the store of adapters; the last block of 64 rows is not full."""
-    from slipstream.ops.gemm.linear import can_append_adapters, linear_with_adapters
+    from slipstream.ops.gemm.description import AddTo, Gemm, ProductAdapters
+    from slipstream.ops.gemm.linear.dispatch import _appends, multiply_appended
 
     x = make(num_tokens, inputs).to(DEVICE, torch.bfloat16)
     weight = (make(outputs, inputs) / 64).to(DEVICE, torch.bfloat16)
     store = torch.full((3, 16 * inputs + 64), torch.nan, device=DEVICE, dtype=torch.bfloat16)
     a = store[:, : 16 * inputs].unflatten(1, (16, inputs))
     a.copy_(make(3, 16, inputs) / 64)
-    if not can_append_adapters(x, weight, a):
+    lora: Any = ProductAdapters(SimpleNamespace(a=a), None)  # type: ignore[arg-type]
+    if not _appends(Gemm(x, weight, adapters=lora, add=AddTo(x, x, 1e-6, "streaming"))):
         pytest.skip("made for another GPU")
     exact = sums_of(x.double(), weight.double(), a.double())
     for _ in range(2):  # the counters of the first run are back at zero
-        found = linear_with_adapters(x, weight, a)
+        found = multiply_appended(x, weight, a)
         assert float((found.double() - exact).norm() / exact.norm()) < 4e-3
         assert float((found[:, outputs:].double() - exact[:, outputs:]).norm() / exact[:, outputs:].norm()) < 4e-3
     norm, squares = torch.ones(inputs, device=DEVICE), x.float().view(num_tokens, -1, 64).square().sum(2)
     rows = Unnormalized(x, norm, 1e-6, x, squares)
     exact /= x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
-    found = linear_with_adapters(rows, weight, a)
+    found = multiply_appended(rows, weight, a)
     assert float((found.double() - exact).norm() / exact.norm()) < 4e-3

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from child import child_env
 from patience import PATIENCE
@@ -18,9 +19,8 @@ from slipstream.ops.attention import cache as cache_reference
 from slipstream.ops.attention import reference as rope_reference
 from slipstream.ops.elementwise import reference as activation_reference
 from slipstream.ops.elementwise import reference as norm_reference
-from slipstream.ops.gemm.linear import linear, measured
+from slipstream.ops.gemm.linear import linear
 from slipstream.ops.gemm.linear import tiles as linear_native
-from slipstream.ops.gemm.linear import tiles as linear_reference
 from slipstream.ops.platform import native
 from slipstream.ops.sampling import native as sample_native
 from slipstream.ops.sampling import reference as sample_reference
@@ -99,7 +99,7 @@ def test_rope(native_kernels, tokens: int, dim: int, rotary: int) -> None:
 def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: int) -> None:
     x, weight, bias = random(tokens + 1, size + 2)[1:, 2:], random(rows, size, seed=1), random(rows, seed=2)
     found = linear_native.skinny_gemm(x, weight, bias)
-    torch.testing.assert_close(found, linear_reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
+    torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
     assert linear_native.skinny_gemm(x[-1:], weight, bias)[0].equal(found[-1]), "a row's result is its own"
 
 
@@ -112,12 +112,12 @@ def test_bfloat16_weights_give_the_bits_of_the_same_float32_weights(native_kerne
 
 
 def test_bfloat16_weights_times_many_tokens(native_kernels, monkeypatch) -> None:
-    monkeypatch.setattr(measured, "_PART", 64 * 10)  # ten rows are widened at a time
+    monkeypatch.setattr(linear_native, "_PART", 64 * 10)  # ten rows are widened at a time
     x, weight, bias = random(70, 64), random(33, 64, seed=1).bfloat16(), random(33, seed=2)
-    expected = linear_reference.linear(x, weight.float(), bias)
-    for count in (1, measured.MAX_TOKENS, measured.MAX_TOKENS + 1, 70):
-        torch.testing.assert_close(measured.linear_bfloat16(x[:count], weight, bias), expected[:count])
-    torch.testing.assert_close(measured.linear_bfloat16(x, weight[:10]), expected[:, :10] - bias[:10])
+    expected = F.linear(x, weight.float(), bias)
+    for count in (1, linear_native.MAX_WIDENED_TOKENS, linear_native.MAX_WIDENED_TOKENS + 1, 70):
+        torch.testing.assert_close(linear(x[:count], weight, bias), expected[:count])
+    torch.testing.assert_close(linear(x, weight[:10]), expected[:, :10] - bias[:10])
 
 
 def test_a_few_tokens_go_through_the_kernel(native_kernels, monkeypatch) -> None:

@@ -9,19 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import add_rms_norm, gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.gemm import quantized
-from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS
-from slipstream.ops.gemm.quantized import (
-    QuantizedMatrix,
-    dequantize,
-    gated_quantized_linear,
-    matrix,
-    norm_quantized_linear,
-    pack_4_bit,
-    quantized_linear,
-    quantizes_gated,
-    unpack_4_bit,
-)
+from slipstream.ops.gemm.description import FUSED_ACTIVATIONS, Gemm, GemmKernel, NormBefore
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, dispatch, matrix, pack_4_bit, unpack_4_bit
+from slipstream.ops.gemm.table import multiply, multiply_normed, takes_gate
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -171,8 +161,8 @@ def test_kernels_in_bfloat16(name: str, rows: int, kernel_device: torch.device) 
     weight = make(*MATRICES[name], 272, 1024, kernel_device)
     x = torch.randn(rows, 1024, device=kernel_device).bfloat16()
     expected = expect(x, weight, None)
-    assert (quantized_linear(x, weight).double() - expected).norm() < 5e-3 * expected.norm()
-    gated = quantized_linear(x, weight, None, silu_and_mul)
+    assert (multiply(Gemm(x, weight)).double() - expected).norm() < 5e-3 * expected.norm()
+    gated = multiply(Gemm(x, weight, None, silu_and_mul))
     expected = expect(x, weight, None, gate=True)
     assert (gated.double() - expected).norm() < 1e-2 * expected.norm()
 
@@ -250,23 +240,24 @@ def test_gated_activation_and_quantisation_in_one_pass(
 
 @pytest.mark.cuda
 def test_gated_fp8_gemm_is_that_of_two_passes(kernel_device: torch.device) -> None:
-    weight = make("fp8", 0, False, 272, 1024, kernel_device)
+    weight = make("fp8", 0, False, 272, 1024, kernel_device)._replace(quantizes_inputs=True)
     gate_up = torch.randn(200, 2048, device=kernel_device).bfloat16()
-    assert quantizes_gated(gate_up, silu_and_mul, weight) and not quantizes_gated(gate_up[:64], silu_and_mul, weight)
-    found = gated_quantized_linear(gate_up, silu_and_mul, weight)
-    expected = quantized_linear(silu_and_mul(gate_up), weight, quantizes_inputs=True)
+    assert takes_gate(gate_up, silu_and_mul, weight) and not takes_gate(gate_up[:64], silu_and_mul, weight)
+    found = multiply(Gemm(gate_up, weight, gate=silu_and_mul))
+    expected = multiply(Gemm(silu_and_mul(gate_up), weight))
     assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 7, 200])
 def test_normed_fp8_gemm_is_that_of_two_passes(rows: int, kernel_device: torch.device) -> None:
-    weight = make("fp8", 0, False, 272, 1024, kernel_device)
+    weight = make("fp8", 0, False, 272, 1024, kernel_device)._replace(quantizes_inputs=True)
     x, residual = torch.randn(2, rows, 1024, device=kernel_device).bfloat16()
     norm = torch.rand(1024, device=kernel_device).bfloat16()
-    found, total = norm_quantized_linear(x, residual, norm, 1e-6, weight, None, silu_and_mul)
+    before = NormBefore(norm, 1e-6, residual)
+    found, total, _ = multiply_normed(Gemm(x, weight, None, silu_and_mul, norm=before))
     normed, expected_total = add_rms_norm(x, residual, norm, 1e-6)
-    expected = quantized_linear(normed, weight, None, silu_and_mul, quantizes_inputs=True)
+    expected = multiply(Gemm(normed, weight, None, silu_and_mul))
     assert torch.equal(total, expected_total)
     assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
@@ -276,9 +267,10 @@ def test_large_weights_are_dequantised_in_parts(kernel_device: torch.device, mon
     weight = make("int4", 128, False, 272, 1024, kernel_device)
     x = torch.randn(600, 1024, device=kernel_device).bfloat16()
     bias = torch.randn(272, device=kernel_device).bfloat16()
-    whole = [quantized_linear(x, weight, bias), quantized_linear(x, weight, bias, silu_and_mul)]
-    monkeypatch.setattr(quantized, "MAX_DEQUANTIZED", 100 * 1024)  # 100, 100 and 72 rows
-    parts = [quantized_linear(x, weight, bias), quantized_linear(x, weight, bias, silu_and_mul)]
+    gemms = [Gemm(x, weight, bias), Gemm(x, weight, bias, silu_and_mul)]
+    whole = list(map(multiply, gemms))
+    monkeypatch.setattr(dispatch, "MAX_DEQUANTIZED", 100 * 1024)  # 100, 100 and 72 rows
+    parts = list(map(multiply, gemms))
     for found, expected in zip(parts, whole, strict=True):
         assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
 
@@ -290,15 +282,12 @@ def test_no_pdl_gemm_reads_a_weight_that_was_just_dequantised(monkeypatch: pytes
 
     calls: list[int] = []
 
-    def spy(x: torch.Tensor, *rest: object) -> torch.Tensor:
-        calls.append(len(x))
-        return x
-
-    monkeypatch.setattr(quantized, "gated_linear", spy)
+    spy = GemmKernel("spy", lambda gemm: True, lambda gemm: calls.append(len(gemm.x)))
+    monkeypatch.setattr(dispatch, "CUDA_KERNELS", (spy,))
     x, dense = torch.randn(MAX_TOKENS + 1, 8), torch.randn(6, 8)
-    found = quantized._multiply_dense(x[1:], dense, torch.ones(6), silu_and_mul)
+    found = dispatch._multiply_dense(Gemm(x[1:], dense, torch.ones(6), silu_and_mul))
     assert torch.equal(found, silu_and_mul(F.linear(x[1:], dense, torch.ones(6)))) and not calls
-    quantized._multiply_dense(x, dense, None, silu_and_mul)
+    dispatch._multiply_dense(Gemm(x, dense, None, silu_and_mul))
     assert calls == [MAX_TOKENS + 1]
 
 
@@ -311,15 +300,15 @@ def test_weights_are_dequantised_from_65_rows_on(
     x = torch.randn(rows, 1024, device=kernel_device).bfloat16()
     bias = torch.randn(272, device=kernel_device).bfloat16()
     calls: list[int] = []
-    multiply = quantized._multiply_dense
+    multiply_dense = dispatch._multiply_dense
 
-    def spy(x: torch.Tensor, *rest: object) -> torch.Tensor:
-        calls.append(len(x))
-        return multiply(x, *rest)  # type: ignore[arg-type]
+    def spy(gemm: Gemm) -> torch.Tensor:
+        calls.append(len(gemm.x))
+        return multiply_dense(gemm)
 
-    monkeypatch.setattr(quantized, "_multiply_dense", spy)
+    monkeypatch.setattr(dispatch, "_multiply_dense", spy)
     expected = expect(x, weight, bias)
-    assert (quantized_linear(x, weight, bias).double() - expected).norm() < 5e-3 * expected.norm()
+    assert (multiply(Gemm(x, weight, bias)).double() - expected).norm() < 5e-3 * expected.norm()
     expected = expect(x, weight, None, gate=True)
-    assert (quantized_linear(x, weight, None, silu_and_mul).double() - expected).norm() < 1e-2 * expected.norm()
+    assert (multiply(Gemm(x, weight, None, silu_and_mul)).double() - expected).norm() < 1e-2 * expected.norm()
     assert calls == ([] if rows == 64 else [rows] * 2)

@@ -133,7 +133,7 @@ def test_fp8_inputs(kind: str, kernel_device: torch.device, monkeypatch: pytest.
     x, _, gate_up, down = make(kind, 3, kernel_device, experts=1)
     ids, weights = (torch.full((3, 1), value, device=kernel_device) for value in (0, 1.0))
     routing = Routing(ids.int(), weights)
-    into, out = (stack._replace(quantizes_inputs=True) for stack in (gate_up, down))
+    into, out = (stack._replace(matrix=stack.matrix._replace(quantizes_inputs=True)) for stack in (gate_up, down))
     inner = quantized.scaled_linear(x, gate_up.matrix)
     inner = F.silu(inner[:, :64]) * inner[:, 64:]
     expected = quantized.scaled_linear(inner, down.matrix).double()

@@ -7,15 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import silu_and_mul
-from slipstream.ops.gemm.quantized import (
-    QuantizedMatrix,
-    dequantize,
-    pack_4_bit,
-    quantized_linear,
-    takes_streaming,
-    words_of,
-)
+from slipstream.ops.gemm.description import Gemm
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, pack_4_bit, words_of
+from slipstream.ops.gemm.quantized.dispatch import accepts_streaming
 from slipstream.ops.gemm.quantized.matrix import MAX_INTEGER, integer_linear, quantize_segments
+from slipstream.ops.gemm.table import multiply
 
 
 def make(rows: int, columns: int, is_symmetric: bool = False, device: str = "cpu") -> QuantizedMatrix:
@@ -126,13 +122,13 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
     from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit
 
     weight, x = make(224, columns, is_symmetric, "cuda"), torch.randn(1, columns, device="cuda").bfloat16()
-    if not takes_streaming(x, weight):
+    if not accepts_streaming(x, weight):
         pytest.skip("made for another GPU")
     bias = torch.randn(224, device="cuda").bfloat16()
     exact = integer_linear(x, weight)
-    assert off(quantized_linear(x, weight, bias), exact + bias.double()) < 4e-3
+    assert off(multiply(Gemm(x, weight, bias)), exact + bias.double()) < 4e-3
     gated, activated = weight.rows(0, 192), silu_and_mul(exact[:, :192])
-    assert off(quantized_linear(x, gated, None, silu_and_mul), activated) < 8e-3
+    assert off(multiply(Gemm(x, gated, None, silu_and_mul)), activated) < 8e-3
     for tile in (RowTile(1), RowTile(3), RowTile(4, programs=1), RowTile(1, 32, 8), RowTile(2, 32, 8, 1)):
         for _ in range(2):  # the counters of the first run are back at zero
             assert off(streaming_gemm_low_bit(x, weight, None, "", tile), exact) < 2e-3
@@ -146,31 +142,30 @@ def test_row_kernel(columns: int, is_symmetric: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("tile", [(1, 32, 8), (3, 64, 4)])
 def test_row_kernel_with_residual_and_norm(tile: tuple[int, int, int]) -> None:
-    from slipstream.ops.gemm.quantized import quantized_linear_unnormalized
     from slipstream.ops.gemm.quantized.row import RowTile
     from slipstream.ops.gemm.quantized.streaming import streaming_gemm_low_bit_add
 
     first, second = make(256, 1280, device="cuda"), make(192, 256, device="cuda")
     x, residual = torch.randn(1, 1280, device="cuda").bfloat16(), torch.randn(1, 256, device="cuda").bfloat16()
-    if not takes_streaming(x, first):
+    if not accepts_streaming(x, first):
         pytest.skip("made for another GPU")
     norm = torch.rand(256, device="cuda").bfloat16()
     total = F.linear(x.double(), dequantize(first, torch.float64)) + residual.double()
     found = streaming_gemm_low_bit_add(x, first, residual, norm, 1e-6, RowTile(*tile))
     assert off(found.total, total) < 4e-3
     exact = F.linear(F.rms_norm(total, (256,), norm.double(), 1e-6), dequantize(second, torch.float64))
-    assert off(quantized_linear_unnormalized(found, second, None, None), exact) < 8e-3
-    assert off(quantized_linear_unnormalized(found, second, None, silu_and_mul), silu_and_mul(exact)) < 1.6e-2
+    assert off(multiply(Gemm(found, second)), exact) < 8e-3
+    assert off(multiply(Gemm(found, second, None, silu_and_mul)), silu_and_mul(exact)) < 1.6e-2
 
 
 @pytest.mark.cuda
 def test_inputs_of_the_row_kernel() -> None:
     """Groups of zeros and of tiny numbers, numbers far from their neighbours, and what is not a number."""
     weight, x = make(96, 1280, device="cuda"), inputs(1280, "cuda")
-    if not takes_streaming(x, weight):
+    if not accepts_streaming(x, weight):
         pytest.skip("made for another GPU")
-    assert off(quantized_linear(x, weight), F.linear(x.double(), dequantize(weight, torch.float64))) < 4e-3
-    assert not quantized_linear(torch.zeros_like(x), weight).any()
+    assert off(multiply(Gemm(x, weight)), F.linear(x.double(), dequantize(weight, torch.float64))) < 4e-3
+    assert not multiply(Gemm(torch.zeros_like(x), weight)).any()
     for value in (torch.nan, torch.inf):
         x[0, 7] = value
-        assert not quantized_linear(x, weight).isfinite().any()
+        assert not multiply(Gemm(x, weight)).isfinite().any()

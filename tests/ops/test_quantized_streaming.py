@@ -7,14 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import silu_and_mul
-from slipstream.ops.gemm.quantized import (
-    QuantizedMatrix,
-    dequantize,
-    pack_4_bit,
-    quantized_linear,
-    takes_streaming,
-    words_of,
+from slipstream.ops.gemm.description import AddTo, Gemm
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, pack_4_bit, words_of
+from slipstream.ops.gemm.quantized.dispatch import (
+    _medium_tile,
+    accepts_streaming,
+    accepts_streaming_fp8,
+    chains_of,
+    takes_gate,
 )
+from slipstream.ops.gemm.table import add_product, multiply
 
 KINDS = ["fp8", "int4", "int4 symmetric"]
 
@@ -81,19 +83,19 @@ def test_streamed_weights(kind: str, rows: int) -> None:
 
     weight = make(kind, 208, 1408, "cuda")  # 11 or 22 slices
     x = torch.randn(rows, 1408, device="cuda").bfloat16()
-    if not takes_streaming(x, weight):
+    if not accepts_streaming(x, weight):
         pytest.skip("made for another GPU")
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = F.linear(x.double(), dequantize(weight, torch.float64), bias.double())
-    assert off(quantized_linear(x, weight, bias), exact) < 4e-3
+    assert off(multiply(Gemm(x, weight, bias)), exact) < 4e-3
     gated = F.linear(x.double(), dequantize(weight, torch.float64))
-    assert off(quantized_linear(x, weight, None, silu_and_mul), silu_and_mul(gated)) < 8e-3
+    assert off(multiply(Gemm(x, weight, None, silu_and_mul)), silu_and_mul(gated)) < 8e-3
     for tile in (SliceTile(1), SliceTile(3), SliceTile(1, programs=1, groups=3), SliceTile(3, programs=1, groups=3)):
         for _ in range(2):  # the counters of the first run are back at zero
             assert off(streaming_gemm_low_bit(x, weight, bias, "", tile), exact) < 4e-3
         assert off(streaming_gemm_low_bit(x, weight, None, "silu", tile), silu_and_mul(gated)) < 8e-3
     if rows <= 8:  # the same tile: a row alone has the same bits
-        assert torch.equal(quantized_linear(x, weight, bias)[:1], quantized_linear(x[:1], weight, bias))
+        assert torch.equal(multiply(Gemm(x, weight, bias))[:1], multiply(Gemm(x[:1], weight, bias)))
 
 
 @pytest.mark.cuda
@@ -102,15 +104,15 @@ def test_streamed_fp8_weights_and_inputs(rows: int) -> None:
     from slipstream.ops.gemm.linear.streaming_hopper import Scales, StreamingTile, streaming_gemm
     from slipstream.ops.gemm.quantized import matrix
 
-    weight = make("fp8", 208, 1424, "cuda")  # a part of a step at the end
+    weight = make("fp8", 208, 1424, "cuda")._replace(quantizes_inputs=True)  # a part of a step at the end
     x = torch.randn(rows, 1424, device="cuda").bfloat16()
-    if not takes_streaming(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
+    if not accepts_streaming(x[:1], weight._replace(values=weight.values[:, :1408].contiguous())):
         pytest.skip("made for another GPU")
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = matrix.scaled_linear(x.double(), weight, bias.double())
-    assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
+    assert off(multiply(Gemm(x, weight, bias)), exact) < 8e-3
     gated = silu_and_mul(matrix.scaled_linear(x.double(), weight))
-    assert off(quantized_linear(x, weight, None, silu_and_mul, quantizes_inputs=True), gated) < 1.6e-2
+    assert off(multiply(Gemm(x, weight, None, silu_and_mul)), gated) < 1.6e-2
     q, scales = matrix.quantize_rows(x)
     for _ in range(2):  # the counters of the first run are back at zero
         found = streaming_gemm(q, weight.values, bias, "", StreamingTile(3), Scales(weight.scale, scales))
@@ -128,24 +130,25 @@ def test_a_row_is_quantised_inside_its_gemm(splits: int) -> None:
         streaming_gemm,
         streaming_gemm_add,
     )
-    from slipstream.ops.gemm.quantized import chains_fp8, fp8_linear_add, fp8_linear_unnormalized, matrix
+    from slipstream.ops.gemm.quantized import matrix
 
-    first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
+    # parts of a step at the end
+    first, second = (make("fp8", *size, "cuda")._replace(quantizes_inputs=True) for size in ((320, 5952), (208, 320)))
     x, residual = torch.randn(1, 5952, device="cuda").bfloat16(), torch.randn(1, 320, device="cuda").bfloat16()
     x[:, -1] = 30.0  # the largest, in the last split
-    if not chains_fp8(x, first):
+    if chains_of(x, first) != ("streaming",):
         pytest.skip("made for another GPU")
     norm = torch.rand(320, device="cuda").bfloat16()
     total = matrix.scaled_linear(x.double(), first) + residual.double()
     for _ in range(2):  # the counters of the first run are back at zero
-        assert off(fp8_linear_add(x, first, residual, norm, 1e-6).total, total) < 4e-3
+        assert off(add_product(Gemm(x, first, add=AddTo(residual, norm, 1e-6, "streaming"))).total, total) < 4e-3
         found = streaming_gemm_add(x, first.values, residual, norm, 1e-6, StreamingTile(splits), Scales(first.scale))
         assert off(found.total, total) < 4e-3
     exact = matrix.scaled_linear(F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6), second)
     bias = torch.randn(208, device="cuda").bfloat16()
     # the row is rounded before the norm divides it, so some numbers are rounded to another FP8 number
-    assert off(fp8_linear_unnormalized(found, second, bias, None), exact + bias.double()) < 3e-2
-    gated = fp8_linear_unnormalized(found, second, None, silu_and_mul)
+    assert off(multiply(Gemm(found, second, bias)), exact + bias.double()) < 3e-2
+    gated = multiply(Gemm(found, second, None, silu_and_mul))
     assert off(gated, silu_and_mul(exact)) < 6e-2
     wide = streaming_gemm(found, second.values, None, "silu", ROW_TILE, Scales(second.scale))
     assert off(wide, gated.double()) < 4e-3
@@ -155,7 +158,6 @@ def test_torch_multiplies_medium_rows_unless_tiles_are_one_wave() -> None:
     """By the shapes of Qwen3-8B, for which the choice was measured."""
     pytest.importorskip("triton")
     from slipstream.ops.gemm.linear.streaming_hopper import MEDIUM_TILE, NARROW_TILE, SPLIT_TILE, WIDE_TILE
-    from slipstream.ops.gemm.quantized import _medium_tile
 
     def chosen(num_out: int, num_in: int) -> list[object]:
         weight = QuantizedMatrix(torch.empty(num_out, num_in, device="meta"), torch.empty(0), None)
@@ -183,22 +185,23 @@ def test_sums_of_wide_programs_fit_into_the_memory_of_their_weights(rows: int) -
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [65, 128, 160, 192, 256])
 def test_wide_programs_of_medium_rows(rows: int) -> None:
-    from slipstream.ops.gemm import quantized
     from slipstream.ops.gemm.linear.streaming_hopper import WIDE_TILE, Scales, streaming_gemm
     from slipstream.ops.gemm.quantized import matrix
 
-    weight = make("fp8", 24400, 1424, "cuda")  # parts of a step and of a program at the end
+    weight = make("fp8", 24400, 1424, "cuda")._replace(
+        quantizes_inputs=True
+    )  # parts of a step and of a program at the end
     x = torch.randn(rows, 1424, device="cuda").bfloat16()
-    if not quantized._accepts_streaming(x, x.dtype, weight):
+    if not accepts_streaming_fp8(x, x.dtype, weight):
         pytest.skip("made for another GPU")
-    assert quantized._medium_tile(rows, weight) == WIDE_TILE
-    down = make("fp8", 16, 12208, "cuda")
-    assert quantized.quantizes_gated(x, silu_and_mul, down) == (rows > 192)
+    assert _medium_tile(rows, weight) == WIDE_TILE
+    down = make("fp8", 16, 12208, "cuda")._replace(quantizes_inputs=True)
+    assert takes_gate(x, silu_and_mul, down) == (rows > 192)
     bias = torch.randn(24400, device="cuda").bfloat16()
     exact = matrix.scaled_linear(x.double(), weight, bias.double())
-    whole = quantized_linear(x, weight, bias, quantizes_inputs=True)
+    whole = multiply(Gemm(x, weight, bias))
     assert off(whole, exact) < 8e-3
-    gated = quantized_linear(x, weight, bias, silu_and_mul, quantizes_inputs=True)
+    gated = multiply(Gemm(x, weight, bias, silu_and_mul))
     assert off(gated, silu_and_mul(exact)) < 1.6e-2
     q, scales = matrix.quantize_rows(x[:65])
     few = streaming_gemm(q, weight.values, bias, "silu", WIDE_TILE, Scales(weight.scale, scales))
@@ -208,64 +211,64 @@ def test_wide_programs_of_medium_rows(rows: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [65, 200, 256])
 def test_long_sums_of_fp8_inputs_are_split(rows: int) -> None:
-    from slipstream.ops.gemm import quantized
     from slipstream.ops.gemm.quantized import matrix
 
-    weight = make("fp8", 208, 8208, "cuda")  # a part of a step at the end
+    weight = make("fp8", 208, 8208, "cuda")._replace(quantizes_inputs=True)  # a part of a step at the end
     x = torch.randn(rows, 8208, device="cuda").bfloat16()
-    if not quantized._accepts_streaming(x, x.dtype, weight):
+    if not accepts_streaming_fp8(x, x.dtype, weight):
         pytest.skip("made for another GPU")
-    assert quantized._medium_tile(rows, weight) and not quantized._medium_tile(257, weight)
+    assert _medium_tile(rows, weight) and not _medium_tile(257, weight)
     bias = torch.randn(208, device="cuda").bfloat16()
     exact = matrix.scaled_linear(x.double(), weight, bias.double())
     for _ in range(2):  # the counters of the first run are back at zero
-        assert off(quantized_linear(x, weight, bias, quantizes_inputs=True), exact) < 8e-3
+        assert off(multiply(Gemm(x, weight, bias)), exact) < 8e-3
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [2, 16, 65, 100, 129, 200, 256])
 def test_the_pass_of_the_norm_adds_partial_sums(rows: int) -> None:
     from slipstream.ops.gemm.linear.streaming_hopper import parts_tile
-    from slipstream.ops.gemm.quantized import chains_parts, fp8_linear_quantized, fp8_parts_add, matrix
+    from slipstream.ops.gemm.quantized import matrix
 
-    first, second = make("fp8", 320, 5952, "cuda"), make("fp8", 208, 320, "cuda")  # parts of a step at the end
+    # parts of a step at the end
+    first, second = (make("fp8", *size, "cuda")._replace(quantizes_inputs=True) for size in ((320, 5952), (208, 320)))
     gate_up, residual = (torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * 5952, 320))
     norm = torch.rand(320, device="cuda").bfloat16()
-    if not chains_parts(residual, first):
+    if chains_of(residual, first) != ("library",):
         pytest.skip("made for another GPU")
     assert parts_tile(rows, first.values) is not None
     for x, activation in ((gate_up, silu_and_mul), (gate_up[:, :5952], None)):
         plain = x if activation is None else silu_and_mul(x)
-        found = fp8_parts_add(x, activation, first, residual, norm, 1e-6)
+        add = AddTo(residual, norm, 1e-6, "library")
+        found = add_product(Gemm(x, first, gate=activation, add=add))
         total = matrix.scaled_linear(plain.double(), first) + residual.double()
         assert off(found.total, total) < 4e-3
         assert found.quantized is not None
         normed = F.rms_norm(found.total.double(), (320,), norm.double(), 1e-6)
         exact = matrix.scaled_linear(normed, second)
         # the kernel's norm is of the sum before it is rounded to 16 bits, so some numbers round to another one in FP8
-        assert off(fp8_linear_quantized(*found.quantized, x.dtype, second, None, None), exact) < 2e-2
+        assert off(multiply(Gemm(found, second)), exact) < 2e-2
         few = slice(0, 2 if rows <= 16 else 65)
-        alone = fp8_parts_add(x[few], activation, first, residual[few].contiguous(), norm, 1e-6)
+        add = add._replace(residual=residual[few].contiguous())
+        alone = add_product(Gemm(x[few], first, gate=activation, add=add))
         assert torch.equal(alone.total, found.total[few]), "other rows changed the result"
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 11])
 def test_streamed_weights_with_residual_and_norm(rows: int) -> None:
-    from slipstream.ops.gemm.quantized import quantized_linear_add, quantized_linear_unnormalized
-
     first, second = make("int4", 256, 1408, "cuda"), make("int4", 96, 256, "cuda")
     x, residual = torch.randn(rows, 1408, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
-    if not takes_streaming(x, first):
+    if not accepts_streaming(x, first):
         pytest.skip("made for another GPU")
     norm = torch.rand(256, device="cuda").bfloat16()
     total = F.linear(x.double(), dequantize(first, torch.float64)) + residual.double()
-    found = quantized_linear_add(x, first, residual, norm, 1e-6)
+    found = add_product(Gemm(x, first, add=AddTo(residual, norm, 1e-6, "streaming")))
     assert off(found.total, total) < 4e-3
     normed = F.rms_norm(total, (256,), norm.double(), 1e-6)
     exact = F.linear(normed, dequantize(second, torch.float64))
-    assert off(quantized_linear_unnormalized(found, second, None, None), exact) < 8e-3
-    gated = quantized_linear_unnormalized(found, second, None, silu_and_mul)
+    assert off(multiply(Gemm(found, second)), exact) < 8e-3
+    gated = multiply(Gemm(found, second, None, silu_and_mul))
     assert off(gated, silu_and_mul(exact)) < 1.6e-2
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.elementwise import gelu_and_mul, silu_and_mul
-from slipstream.ops.gemm import linear as ops
+from slipstream.ops.gemm.description import AddTo, Gemm, NormBefore
 from slipstream.ops.gemm.linear.tiles import supports_tma
+from slipstream.ops.gemm.table import add_product, choose_chain, multiply, multiply_normed
 
 kernels = pytest.importorskip("slipstream.ops.gemm.linear.triton", reason="triton is not installed")
 persistent = importlib.import_module("slipstream.ops.gemm.linear.gemv")
@@ -132,7 +133,8 @@ def test_a_product_with_the_norm_that_it_is_of(rows, has_residual, device):
     weight = (torch.randn(64, 2048, device=device) / 45).bfloat16()
     residual = torch.randn_like(x) if has_residual else None
     factor = (torch.rand(2048, device=device) + 0.5).bfloat16()
-    out, normed, total = ops.norm_linear_kept(x, residual, factor, 1e-6, weight)
+    norm = NormBefore(factor, 1e-6, residual, is_kept=True)
+    out, total, normed = multiply_normed(Gemm(x, weight, norm=norm))
     assert total.equal(x if residual is None else x + residual)
     expected = F.rms_norm(total.double(), (2048,), factor.double(), 1e-6)
     torch.testing.assert_close(normed.double(), expected, rtol=1e-2, atol=1e-2)
@@ -228,11 +230,12 @@ def test_real_sizes_in_bfloat16(rows, num_in, num_out):
     x, residual = torch.randn(rows, num_in, **half), torch.randn(rows, num_in, **half)
     weight, factor = torch.randn(num_out, num_in, **half) * 0.02, torch.rand(num_in, **half) + 0.5
     for activation, gate in ((None, ""), (silu_and_mul, "silu")):
-        found, total = ops.norm_linear(x, residual, factor, 1e-6, weight, None, activation)
+        norm = NormBefore(factor, 1e-6, residual)
+        found, total, _ = multiply_normed(Gemm(x, weight, None, activation, norm=norm))
         assert total.equal(x + residual)
         expected = expect(total, weight, None, gate, kernels.Norm(factor, 1e-6, None, None))
         assert (found.double() - expected).norm() / expected.norm() < 5e-3
-        found = ops.gated_linear(x, weight, None, activation)
+        found = multiply(Gemm(x, weight, None, activation))
         expected = expect(x, weight, None, gate)
         assert (found.double() - expected).norm() / expected.norm() < 5e-3
 
@@ -281,11 +284,11 @@ def test_a_norm_between_two_products(rows, sizes):
         pytest.skip("made for another GPU")
     norm = kernels.Norm(factor, 1e-6, None, None)
     for bias in (None, torch.randn(2 * num_out, **half)):
-        sums = ops.linear_add("streaming", x, first, residual, factor, 1e-6)
+        sums = add_product(Gemm(x, first, add=AddTo(residual, factor, 1e-6, "streaming")))
         total = expect(x, first, None) + residual.double()
         assert (sums.total.double() - total).norm() / total.norm() < 3e-3
         for activation, gate in ((silu_and_mul, "silu"), (None, ""), (gelu_and_mul, None)):
-            found = ops.linear_unnormalized(sums, second, bias, activation)
+            found = multiply(Gemm(sums, second, bias, activation))
             expected = expect(sums.total, second, bias, gate or "", norm)
             expected = expected if gate is not None else gelu_and_mul(expected)
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
@@ -303,14 +306,14 @@ def test_products_of_a_verify_step(rows):
     if not supports_tma(x, first):
         pytest.skip("made for another GPU")
     total = expect(x, first, None) + residual.double()
-    sums = ops.linear_add("library", x, first, residual, factor, 1e-6)
+    sums = add_product(Gemm(x, first, add=AddTo(residual, factor, 1e-6, "library")))
     assert (sums.normed is not None) == (33 <= rows <= 80)
     assert (sums.total.double() - total).norm() / total.norm() < 3e-3
-    found = ops.linear_unnormalized(sums, second, None)
+    found = multiply(Gemm(sums, second))
     expected = expect(sums.total, second, None, "", kernels.Norm(factor, 1e-6, None, None))
     assert (found.double() - expected).norm() / expected.norm() < 5e-3
     head = torch.randn(25200, 4096, **half) * 0.02  # the last of 132 programs has fewer outputs
-    found, expected = ops.linear(sums.total, head), expect(sums.total, head, None)
+    found, expected = multiply(Gemm(sums.total, head)), expect(sums.total, head, None)
     assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
 
 
@@ -324,9 +327,9 @@ def test_eps_of_a_norm_between_two_products_is_under_the_root(factor):
     norm = torch.rand(1024, **half) + 0.5
     if not supports_tma(x, first):
         pytest.skip("made for another GPU")
-    sums = ops.linear_add("streaming", x, first, residual, norm, eps)
+    sums = add_product(Gemm(x, first, add=AddTo(residual, norm, eps, "streaming")))
     expected = expect(sums.total, second, None, "", kernels.Norm(norm, eps, None, None))
-    found = ops.linear_unnormalized(sums, second, None)
+    found = multiply(Gemm(sums, second))
     assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
 
 
@@ -341,11 +344,11 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
     def chain():
         out, total = x, x
         for weight in weights:
-            out, total = ops.norm_linear(out, total, factor, 1e-6, weight)
-        if all(ops.chain_for(x, weight) == "streaming" for weight in weights):
+            out, total, _ = multiply_normed(Gemm(out, weight, norm=NormBefore(factor, 1e-6, total)))
+        if choose_chain(x, weights) == "streaming":
             for weight in weights:
-                sums = ops.linear_add("streaming", out, weight, total, factor, 1e-6)
-                out, total = ops.linear_unnormalized(sums, weight, None), sums.total
+                sums = add_product(Gemm(out, weight, add=AddTo(total, factor, 1e-6, "streaming")))
+                out, total = multiply(Gemm(sums, weight)), sums.total
         return out, total
 
     found = chain()

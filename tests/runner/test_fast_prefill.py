@@ -11,6 +11,7 @@ from hand_load import load
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
 from replay_device import PaddedAttention, ReplayDevice
+from slipstream.nn import chains
 from slipstream.nn.chains import CudaChain
 from slipstream.nn.shapes import tail_of
 from slipstream.params.pooling import PoolingParams
@@ -119,7 +120,7 @@ def test_a_chain_steps_aside_for_it(folder, monkeypatch):
     model = load(folder, torch.float64)
     chain = CudaChain.of(list(model.layers), model.norm)
     assert chain is not None and chain.has_tail
-    monkeypatch.setattr(CudaChain, "choose", lambda self, x, is_streaming: "library")
+    monkeypatch.setattr(chains, "choose_chain", lambda x, weights, is_streaming: "library")
     runner = HandRunner(model, torch.float64)
     context = runner.context(runner.batch({"a": [5] * 4, "b": [6] * 9}), only_last=True)
     x = torch.zeros(13, 64, dtype=torch.float64)

@@ -27,11 +27,12 @@ from slipstream.ops.decode_layers import (
     max_rows,
 )
 from slipstream.ops.elementwise import gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.gemm.linear import Activation
-from slipstream.ops.gemm.linear.dispatch import MAX_STREAMING_ROWS, MAX_STREAMING_ROWS_OF_LARGE_WEIGHT
-from slipstream.ops.gemm.linear.tiles import Chain
+from slipstream.ops.gemm.chains import Chain, Unnormalized
+from slipstream.ops.gemm.description import Activation, AddTo
+from slipstream.ops.gemm.linear.dispatch import MAX_STREAMING_ROWS_OF_LARGE_WEIGHT
 from slipstream.ops.gemm.quantized.layer import claim_barrier, joins_gemms, multiply_layer
-from slipstream.ops.gemm.quantized.matrix import LayerGemms
+from slipstream.ops.gemm.quantized.matrix import LayerGemms, QuantizedMatrix
+from slipstream.ops.gemm.table import add_product, choose_chain, native_rows
 from slipstream.ops.platform import native
 
 
@@ -66,7 +67,7 @@ class CudaChain:
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
         is_streaming = context.batch.lora is not None or (context.only_last and self.has_tail)  # or not a chain at all
-        chain = self.choose(x, is_streaming)
+        chain = choose_chain(x, [linear.weight.matrix for linear in self.linears], is_streaming)
         if not chain or (chain == "library" and is_streaming):
             return None
         last = self.last_tokens(chain, context)
@@ -92,7 +93,7 @@ class CudaChain:
                 part = self.parts[index]
             else:
                 index += 1
-                sums = part.products.last.add_to(total, made, self.parts[index].norm, chain, context, gate)
+                sums = self.add(part.products.last, total, made, self.parts[index].norm, chain, context, gate)
                 part, total = self.parts[index], sums.total
             if index in self.taps:
                 inputs[index] = total.clone()  # the next sum may be written to the same memory
@@ -103,7 +104,7 @@ class CudaChain:
                 if split is None:
                     gate = self.last_gate(part, total, chain, context)
                     activation = part.products.activation if gate is None else None
-                    made = part.products.first.after_unnormalized(sums, context, activation)
+                    made = part.products.first(sums, context, activation)
                 else:
                     made = split
         # the kernel of a whole last layer has normed the hidden states
@@ -125,11 +126,22 @@ class CudaChain:
         """The last product of the last sublayer, the sum, and the norm of the hidden states."""
         last = part.products.last
         if len(made) <= MAX_STREAMING_ROWS_OF_LARGE_WEIGHT:
-            out = last(made, context) if gate is None else last.after_gate(made, gate)
-            return self.norm(out, total)[0]
+            return self.norm(last(made, context, None, gate), total)[0]
         # other kernels than those of chains do not stream large weights
-        sums = last.add_to(total, made, self.norm, chain, context, gate)
+        sums = self.add(last, total, made, self.norm, chain, context, gate)
         return self.norm(sums.total)[0] if sums.normed is None else sums.normed
+
+    @staticmethod
+    def add(
+        linear: Linear,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        chain: Chain,
+        context: ForwardContext,
+        gate: Activation | None,
+    ) -> Unnormalized:
+        return add_product(linear.gemm(x, context, gate=gate, add=AddTo(residual, norm.weight, norm.eps, chain)))
 
     def last_tokens(self, chain: Chain, context: ForwardContext) -> LastTokens | None:
         """The tokens of which the mixer of the last block returns outputs; None: all, or there is no mixer."""
@@ -142,7 +154,7 @@ class CudaChain:
     ) -> Activation | None:
         """The gated activation of a sublayer, if it is faster in its last GEMM than in its first."""
         activation, last = part.products.activation, part.products.last
-        is_gated_last = chain == "library" and activation is not None and last.takes_gated(x, activation, context)
+        is_gated_last = chain == "library" and activation is not None and last.takes_gate(x, activation, context)
         return activation if is_gated_last else None
 
     def join(self, index: int, x: torch.Tensor, context: ForwardContext) -> tuple[LayerGemms, Activation] | None:
@@ -161,27 +173,22 @@ class CudaChain:
         norm, next_qkv = self.norm, None
         if index + 2 < len(self.parts):
             following = self.parts[index + 2]
-            norm, next_qkv = following.norm, following.products.first.weight.layer_matrix
+            norm, next_qkv = following.norm, quantized_matrix(following.products.first)
             has_bias = following.products.first.bias is not None
             is_layer = is_layer and following.products.mix is not None and not has_bias and next_qkv is not None
         activation = feed.products.activation
         linears = (own.products.last, feed.products.first, feed.products.last)
-        o, gate_up, down = (linear.weight.layer_matrix for linear in linears)
+        o, gate_up, down = map(quantized_matrix, linears)
         if not is_layer or activation is None or o is None or gate_up is None or down is None:
             return None
         norms = (feed.norm.weight, feed.norm.eps, norm.weight, norm.eps)
         return LayerGemms(o, gate_up, down, next_qkv, *norms), activation
 
-    def choose(self, x: torch.Tensor, is_streaming: bool = False) -> Chain:
-        """The fastest kind of chain that all weights offer for an input of this size; "" for none. Most weights that
-        offer a library chain of few rows can be streamed too, if others or the step (`is_streaming`) need it."""
-        offered = [linear.chain_for(x) for linear in self.linears]
-        if "" in offered:
-            return ""
-        if len(x) <= MAX_STREAMING_ROWS and (is_streaming or "streaming" in offered):
-            offers = zip(offered, self.linears, strict=True)
-            return "streaming" if all(kind == "streaming" or linear.takes_streaming for kind, linear in offers) else ""
-        return "library" if "library" in offered else "streaming"
+
+def quantized_matrix(linear: Linear) -> QuantizedMatrix | None:
+    """The matrix that a kernel of several GEMMs reads; None: this weight has its own kernels only."""
+    matrix = linear.weight.matrix
+    return matrix if isinstance(matrix, QuantizedMatrix) and linear.can_chain else None
 
 
 def _is_plain(part: SublayerParts) -> bool:
@@ -335,7 +342,7 @@ def _layer(pair: Pair, group: int) -> LayerWeights | None:
 
 
 def _product(linear: Linear) -> ProductWeights | None:
-    runs = linear.weight.runs_for_kernels()
+    runs = native_rows(linear.weight.matrix)
     return None if runs is None else ProductWeights(runs, linear.num_outputs, linear.num_inputs, linear.bias)
 
 

@@ -20,7 +20,9 @@ from slipstream.nn.weights.kinds import GgufQuantized, GgufWeight
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.gemm.dequant import GGUF_KINDS, gguf_bytes, gguf_matrix
 from slipstream.ops.gemm.dequant import dequantize as dequantize_blocks
+from slipstream.ops.gemm.description import Gemm
 from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize
+from slipstream.ops.gemm.table import multiply
 from tiny import write_tiny
 from tiny_gguf import K_SIZES, write_gguf
 
@@ -82,7 +84,7 @@ def test_parts_of_different_kinds_in_one_weight() -> None:
     assert len(weight.runs) == 4 and num_bytes == stored_bytes(weight)
     x, bias = torch.randn(4, 512, dtype=torch.float64), torch.arange(31.0, dtype=torch.float64)
     expected = x @ torch.cat([one.read().double() for one in pieces]).t() + bias
-    torch.testing.assert_close(weight.multiply(x, bias), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(multiply(Gemm(x, weight.matrix, bias)), expected, rtol=1e-3, atol=1e-3)
 
 
 def stored_bytes(model: torch.nn.Module) -> int:
@@ -90,7 +92,7 @@ def stored_bytes(model: torch.nn.Module) -> int:
     total = sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
     for weight in model.modules():
         for run in weight.runs if isinstance(weight, GgufWeight) else ():
-            total += size_of(run.matrix) if hasattr(run, "matrix") else run.rows.nbytes
+            total += run.weight.nbytes if isinstance(run.weight, torch.Tensor) else size_of(run.weight)
     return total
 
 

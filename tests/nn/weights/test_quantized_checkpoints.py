@@ -20,6 +20,8 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.weights.kinds import BatchInvariantWeight
 from slipstream.nn.weights.quantized_layouts import quantize_part
 from slipstream.nn.weights.quantized_weight import DequantizedWeight, Quantized, QuantizedWeight
+from slipstream.ops.gemm.description import Gemm
+from slipstream.ops.gemm.table import multiply
 from tiny import write_tiny, write_weights
 
 
@@ -32,7 +34,7 @@ def matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            found[name] = module.weight.multiply(torch.eye(module.num_inputs, dtype=torch.float64), None).t()
+            found[name] = multiply(Gemm(torch.eye(module.num_inputs, dtype=torch.float64), module.weight.matrix)).t()
     return found
 
 

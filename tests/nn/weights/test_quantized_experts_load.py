@@ -66,7 +66,7 @@ def test_weights_are_those_of_the_numbers(method: str, storage: str, tmp_path: P
     feed = model.layers[0].mlp
     assert isinstance(feed.gate_up, QuantizedWeight) == (storage == "quantised")
     if storage == "quantised" and method == "fp8 tensor":
-        assert expert_matrices(feed.down, 4).input_scale is not None
+        assert expert_matrices(feed.down, 4).matrix.input_scale is not None
 
 
 @pytest.mark.parametrize("method", ["fp8 block", "w4a16 zeros"])

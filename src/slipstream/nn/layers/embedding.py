@@ -29,8 +29,10 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
+from slipstream.ops.gemm.description import Gemm
 from slipstream.ops.gemm.linear import linear
 from slipstream.ops.gemm.lora import LoraTiles, LoraWeights, add_lora_embedding
+from slipstream.ops.gemm.table import multiply
 
 
 class LayerInputs(Layer):
@@ -98,7 +100,7 @@ class LayerInput(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         assert context.layer_inputs is not None, "the decoder makes them before its layers run"
-        gated = self.gate.activated(x, self.activation, context) * context.layer_inputs[:, self.number]
+        gated = self.gate(x, context, self.activation) * context.layer_inputs[:, self.number]
         projected: torch.Tensor = self.projection(gated, context)
         return projected
 
@@ -140,7 +142,7 @@ class Embedding(Layer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The projection to tokens of a model with tied embeddings: the product with the same tensor."""
-        return self.weight.multiply(hidden, self.bias)
+        return multiply(Gemm(hidden, self.weight.matrix, self.bias))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         yield from self.weight.targets(0, self.num_tokens)
@@ -219,8 +221,8 @@ class VocabParallelHead(RankedLayer, Linear):
         self.part = part
         self.stored_parts = {"": part.stored()}
 
-    def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
-        return self.part.gather(super().forward(x, context), self.ranks)
+    def multiply(self, gemm: Gemm) -> torch.Tensor:
+        return self.part.gather(super().multiply(gemm), self.ranks)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.part.lookup(self.weight, ids, self.ranks)

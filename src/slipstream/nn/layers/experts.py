@@ -30,7 +30,7 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.gemm.linear import norm_linear_kept
+from slipstream.ops.gemm.description import NormBefore
 from slipstream.ops.gemm.moe import (
     ExpertBiases,
     ExpertMatrices,
@@ -43,6 +43,7 @@ from slipstream.ops.gemm.moe import (
     unsummed_experts,
 )
 from slipstream.ops.gemm.quantized import QuantizedExperts
+from slipstream.ops.gemm.table import multiply_normed
 
 # fields that all kernels of experts and routers implement
 _KNOWN = {"num_experts", "size", "router", "name", "gate", "bias", "router_bias", "correction_bias", "shared"}
@@ -195,13 +196,13 @@ class Experts(RankedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `SublayerModule.after_norm`."""
         (x, residual), context = of_last(x, residual, last), context_of(context, last)
-        router = self.router
-        if type(norm) is RMSNorm and type(router.weight) is UnquantizedWeight and context.batch.lora is None:
-            weight = router.weight.data
-            logits, normed, total = norm_linear_kept(x, residual, norm.weight, norm.eps, weight, router.bias)
-            return self._run_all(normed, logits, context), total
-        normed, total = norm(x, residual)
-        return self(normed, context), total
+        if type(norm) is not RMSNorm:
+            normed, total = norm(x, residual)
+            return self(normed, context), total
+        before = NormBefore(norm.weight, norm.eps, residual, is_kept=True)
+        logits, total, kept = multiply_normed(self.router.gemm(x, context, norm=before))
+        assert kept is not None
+        return self._run_all(kept, logits, context), total
 
     def products(self) -> None:
         return None
@@ -404,7 +405,6 @@ def new_expert_weight(format: Quantized, num_experts: int, num_rows: int, num_co
 def expert_matrices(weight: Weight, num_experts: int) -> ExpertMatrices:
     """The form that `expert_mlp` reads."""
     if isinstance(weight, QuantizedWeight):
-        quantizes = weight.format.quantization.quantizes_inputs
-        return QuantizedExperts(weight.matrix, num_experts, quantizes, weight.input_scale)
+        return QuantizedExperts(weight.whole, num_experts)
     assert isinstance(weight, UnquantizedWeight), "dequantised at load"
     return weight.data.unflatten(0, (num_experts, -1))

@@ -1,6 +1,6 @@
 """Linear: one product, whose parts the checkpoint may store as separate tensors.
 
-Every form of the product takes the step's context, which says which tokens have an adapter (`ops/gemm/lora/`).
+It takes the step's context, which says which tokens have an adapter (`ops/gemm/lora/`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.device.streams import execute_in_parallel
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, RankedLayer
 from slipstream.nn.layers.norm import Norm, PerHeadNorm, RMSNorm
@@ -25,19 +24,10 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.gemm.linear import Activation
-from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS
-from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
-from slipstream.ops.gemm.lora import (
-    LoraTiles,
-    LoraWeights,
-    expand_lora,
-    finish_lora,
-    finish_lora_add,
-    lora_delta,
-    shrink_lora,
-)
-from slipstream.ops.gemm.lora.reference import FEW_TOKENS, has_paired_blocks
+from slipstream.ops.gemm.chains import Unnormalized
+from slipstream.ops.gemm.description import Activation, Gemm, NormBefore, ProductAdapters, activated
+from slipstream.ops.gemm.lora import LoraWeights
+from slipstream.ops.gemm.table import can_chain, multiply, multiply_normed, takes_gate
 
 
 class Linear(Layer):
@@ -60,29 +50,25 @@ class Linear(Layer):
         self.weight = format.new_weight(self.num_outputs, num_inputs)
         self.bias = new_parameter(self.num_outputs, dtype=dtype) if bias else None
 
-    def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
-        """x [T, inputs] to [T, outputs]. `context` is None for heads, which run outside the network."""
-        return self._multiply(x, self.bias, context)
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: ForwardContext | None = None,
+        activation: Activation | None = None,
+        gate: Activation | None = None,
+    ) -> torch.Tensor:
+        """x [T, inputs] to [T, outputs], then the activation if given. `context` is None for heads, which run outside
+        the network. `gate`: a gated activation of x, if `takes_gate`."""
+        return self.multiply(self.gemm(x, context, activation=activation, gate=gate))
 
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext | None) -> torch.Tensor:
-        """The product with the adapters of the step."""
-        tiles = self._tiles(context)
-        if tiles is None or self.lora is None:
-            return self.weight.multiply(x, bias)
-        product, shrink = partial(self.weight.multiply, x, bias), partial(shrink_lora, x, self.lora, tiles)
-        # many tokens fill the device with either
-        out, inner = execute_in_parallel(product, shrink) if len(x) <= FEW_TOKENS else (product(), shrink())
-        return expand_lora(out, inner, self.lora, tiles)
+    def multiply(self, gemm: Gemm) -> torch.Tensor:
+        return multiply(gemm)
 
-    def _tiles(self, context: ForwardContext | None) -> LoraTiles | None:
-        """The tokens of the step whose adapter may change this product."""
-        return None if context is None or self.lora is None else context.batch.lora
-
-    def activated(self, x: torch.Tensor, activation: Activation, context: ForwardContext | None = None) -> torch.Tensor:
-        """activation(product), elementwise."""
-        if self._tiles(context) is not None:
-            return activation(self.forward(x, context))
-        return self.weight.multiply_activated(x, self.bias, activation)
+    def gemm(self, x: torch.Tensor | Unnormalized, context: ForwardContext | None, **around: Any) -> Gemm:
+        """The description of the product with the adapters of the step. `around`: other fields."""
+        tiles = None if context is None or self.lora is None else context.batch.lora
+        adapters = None if tiles is None or self.lora is None else ProductAdapters(self.lora, tiles)
+        return Gemm(x, self.weight.matrix, self.bias, adapters=adapters, **around)
 
     def after_norm(
         self,
@@ -93,79 +79,23 @@ class Linear(Layer):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The product with norm(x + residual), in one pass where the weight has one; and x + residual."""
-        if type(norm) is RMSNorm and self._tiles(context) is None:
-            return self.weight.multiply_normed(x, residual, norm.weight, norm.eps, self.bias, activation)
+        if type(norm) is RMSNorm:
+            before = NormBefore(norm.weight, norm.eps, residual)
+            return multiply_normed(self.gemm(x, context, activation=activation, norm=before))[:2]
         normed, total = norm(x, residual)
-        out = self.forward(normed, context)
-        return out if activation is None else activation(out), total
+        return self.forward(normed, context, activation), total
 
-    def takes_gated(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> bool:
-        """Whether `after_gate` is faster than the activation in the product before. x: the input of that product."""
-        return self._tiles(context) is None and self.weight.takes_gated(x, activation)
-
-    def after_gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """The product with a gated activation, in one pass where the weight has one. Not for steps with adapters."""
-        return self.weight.multiply_gated(gate_up, activation, self.bias)
+    def takes_gate(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> bool:
+        """Whether a gated activation is faster as the `gate` of this product than as the activation of the product
+        before, whose input is x."""
+        if self.lora is not None and context.batch.lora is not None:
+            return False
+        return takes_gate(x, activation, self.weight.matrix)
 
     @property
     def can_chain(self) -> bool:
-        """Whether chains may use `add_to` and `after_unnormalized`."""
-        return self.weight.can_chain
-
-    def chain_for(self, x: torch.Tensor) -> Chain:
-        """The fastest kind of chain for inputs of as many rows as x has; "": none."""
-        return self.weight.chain_for(x)
-
-    @property
-    def takes_streaming(self) -> bool:
-        """Whether the product can be streamed where `chain_for` says "library", if rows are few."""
-        return self.weight.takes_streaming
-
-    def add_to(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        chain: Chain,
-        context: ForwardContext,
-        gate: Activation | None = None,
-    ) -> Unnormalized:
-        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias.
-        `gate`: a gated activation of x, if `takes_gated`."""
-        if gate is not None:
-            return self.weight.add_gated_to(residual, x, gate, norm.weight, norm.eps)
-        tiles = self._tiles(context)
-        if tiles is not None and self.lora is not None:
-            if chain == "streaming" and self._appends(x, self.lora):
-                sums = self.weight.multiply_with_adapters(x, self.lora.a)
-                return finish_lora_add(sums, self.lora, tiles, residual, norm.weight, norm.eps)
-            # before the product, whose kernel computes the norm too; its weight is loaded meanwhile
-            residual = expand_lora(residual, shrink_lora(x, self.lora, tiles), self.lora, tiles)
-        return self.weight.add_to(residual, x, norm.weight, norm.eps, chain)
-
-    def _appends(self, x: torch.Tensor | Unnormalized, lora: LoraWeights) -> bool:
-        """Whether one GEMM multiplies x with the weight and with all matrices A."""
-        return self.weight.can_append_adapters(x, lora.a)
-
-    def after_unnormalized(
-        self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
-    ) -> torch.Tensor:
-        """The GEMM with the normed x; the norm is not applied to x yet."""
-        tiles = self._tiles(context)
-        added = None
-        if tiles is not None and self.lora is not None:
-            if x.squares is not None and self._finishes(activation) and self._appends(x, self.lora):
-                sums = self.weight.multiply_with_adapters(x, self.lora.a)
-                return finish_lora(sums, self.lora, tiles, FUSED_ACTIVATIONS[activation])
-            # before the product, which adds it before the activation; its weight is loaded meanwhile
-            added = lora_delta(shrink_lora(x, self.lora, tiles), self.lora, tiles)
-        return self.weight.multiply_unnormalized(x, self.bias, activation, added)
-
-    def _finishes(self, activation: Activation | None) -> bool:
-        """Whether `finish_lora` computes what follows the product."""
-        assert self.lora is not None
-        is_plain = self.bias is None and activation in FUSED_ACTIVATIONS
-        return is_plain and (activation is None or has_paired_blocks(self.lora.runs))
+        """Whether the product may be part of a chain."""
+        return can_chain(self.weight.matrix)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of the checkpoint's tensors, by part and kind: "q.weight", "q.bias". The format names the kinds."""
@@ -349,13 +279,9 @@ class RowParallelLinear(RankedLayer, Linear):
         super().__init__(num_inputs, outputs, bias, format, dtype)
         self.input_part = even_part(num_inputs, shard)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
-        out = self.ranks.all_reduce(self._multiply(x, None, context))
-        return out if self.bias is None else out + self.bias
-
-    def after_gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        out = self.ranks.all_reduce(self.weight.multiply_gated(gate_up, activation, None))
-        return out if self.bias is None else out + self.bias
+    def multiply(self, gemm: Gemm) -> torch.Tensor:
+        out = self.ranks.all_reduce(multiply(gemm._replace(bias=None, activation=None)))
+        return activated(out if self.bias is None else out + self.bias, gemm.activation)
 
     @property
     def can_chain(self) -> bool:

@@ -53,9 +53,9 @@ class Mlp(Layer):
         """As `SublayerModule.after_norm`."""
         x, residual = of_last(x, residual, last)
         context = context_of(context, last)
-        if self.down.takes_gated(x, self.activation, context):
+        if self.down.takes_gate(x, self.activation, context):
             gate_up, total = self.gate_up.after_norm(norm, x, residual, context)
-            return self.down.after_gate(gate_up, self.activation), total
+            return self.down(gate_up, context, None, self.activation), total
         hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 
@@ -77,7 +77,7 @@ class PlainMlp(Layer):
         self.down = new_output(shape.size, hidden_size, shape.down_bias, down_format, dtype, shape.shard)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(self.up.activated(x, self.activation, context), context)
+        hidden: torch.Tensor = self.down(self.up(x, context, self.activation), context)
         return hidden
 
     def after_norm(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -28,14 +28,11 @@ from slipstream.nn.weights.weight_format import (
     new_parameter,
 )
 from slipstream.ops.gemm.dequant import GGUF_KINDS, dequantize, gguf_bytes, gguf_matrix
-from slipstream.ops.gemm.linear import Activation, linear
-from slipstream.ops.gemm.linear.measured import bfloat16_is_faster, linear_bfloat16
-from slipstream.ops.gemm.linear.tiles import linear_transposed, skinny_gemm
-from slipstream.ops.gemm.low_bit import Kernel, Packed
-from slipstream.ops.gemm.quantized import QuantizedMatrix, quantized_linear
+from slipstream.ops.gemm.linear.measured import bfloat16_is_faster
+from slipstream.ops.gemm.low_bit import Kernel
 from slipstream.ops.gemm.quantized import dequantize as dequantize_matrix
-from slipstream.ops.platform import native
-from slipstream.ops.platform.native import WeightRows, dense_rows, join_rows
+from slipstream.ops.gemm.table import InvariantMatrix, Matrix, Run, Runs, TransposedMatrix
+from slipstream.ops.platform.native import join_rows
 
 BFLOAT16 = "BF16"  # as GGUF files name it
 
@@ -62,7 +59,7 @@ class PackedWeight(Weight):
     def __init__(self, num_rows: int, num_columns: int) -> None:
         super().__init__()
         self.num_columns = num_columns
-        self.runs: list[PackedRun] = []
+        self.runs: list[Run] = []
         self._pieces: dict[int, CheckpointTensor] = {}
         self._missing = num_rows
 
@@ -75,7 +72,10 @@ class PackedWeight(Weight):
         """Memory of such a run."""
 
     @abstractmethod
-    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun: ...
+    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> Matrix: ...
+
+    @abstractmethod
+    def lookup_in(self, matrix: Any, ids: torch.Tensor) -> torch.Tensor: ...
 
     def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         yield "weight", WeightTarget((num_rows, self.num_columns), partial(self._fill, first_row), self._num_bytes)
@@ -85,33 +85,29 @@ class PackedWeight(Weight):
         self._missing -= piece.shape[0]
         if self._missing == 0:
             pieces = [self._pieces[first] for first in sorted(self._pieces)]
-            self.runs = [self.pack(kind, list(run)) for kind, run in groupby(pieces, self.packed_kind)]
+            runs = [(kind, list(run)) for kind, run in groupby(pieces, self.packed_kind)]
+            self.runs = [Run(self.pack(kind, run), sum(piece.shape[0] for piece in run)) for kind, run in runs]
             self._pieces = {}
 
     def _num_bytes(self, piece: CheckpointTensor) -> int:
         num_rows, num_columns = piece.shape
         return self.packed_bytes(self.packed_kind(piece), num_rows, num_columns)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(self.runs) == 1:
-            out = self.runs[0].multiply(x)
-        else:
-            out = torch.cat([run.multiply(x) for run in self.runs], -1)
-        return out if bias is None else out.add_(bias)
-
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         assert len(self.runs) == 1, f"lookup needs one tensor, this weight has {len(self.runs)} of different kinds"
-        return self.runs[0].lookup(ids)
+        return self.lookup_in(self.runs[0].weight, ids)
 
-    def runs_for_kernels(self) -> list[WeightRows] | None:
-        found = [run.for_kernels() for run in self.runs]
-        return None if None in found else found  # type: ignore[return-value]
+    @property
+    def matrix(self) -> Matrix:
+        return Runs(self.runs)
 
 
 class LowBitWeight(PackedWeight):
     def __init__(self, num_rows: int, num_columns: int, format: LowBit) -> None:
         super().__init__(num_rows, num_columns)
         self.format = format
+        self._raw: torch.Tensor | None = None  # [rows, bytes per row], a view of the file; None for merged parts
+        self._kind = ""  # of `_raw`
 
     def packed_kind(self, piece: CheckpointTensor) -> str | None:
         if piece.kind == BFLOAT16:
@@ -123,62 +119,34 @@ class LowBitWeight(PackedWeight):
             return num_rows * num_columns * (4 if kind is None else 2)
         return self.format.kernel.num_bytes(kind, num_rows, num_columns)
 
-    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun:
+    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> Matrix:
         if kind is None or kind == BFLOAT16:
             dtype = torch.float32 if kind is None else torch.bfloat16
-            return _PlainRows(join_rows([piece.read().to(dtype) for piece in pieces]), self.format)
+            return join_rows([piece.read().to(dtype) for piece in pieces])
         self.format.is_used = True
         parts = list(map(read_blocks, pieces))
-        return _PackedRows(self.format.kernel.pack(kind, *parts), kind, parts[0] if len(parts) == 1 else None)
+        if len(parts) == 1:
+            self._raw, self._kind = parts[0], kind
+        return self.format.kernel.pack(kind, *parts)
 
+    @property
+    def matrix(self) -> Matrix:
+        """torch's sums differ in the last bit between few and many tokens, and the rounding of a low-bit GEMM would
+        amplify it; so beside low-bit weights float ones are batch-invariant."""
+        return Runs(list(map(_invariant, self.runs)) if self.format.is_used else self.runs)
 
-class PackedRun(Protocol):
-    """Adjacent rows that are multiplied together."""
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor: ...
-    def for_kernels(self) -> WeightRows | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedRows:
-    packed: Packed
-    kind: str
-    raw: torch.Tensor | None  # [rows, bytes per row], a view of the file; None for merged parts
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.packed.multiply(x)
-
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        found = self.packed.lookup(ids)
+    def lookup_in(self, matrix: Any, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(matrix, torch.Tensor):
+            return matrix.index_select(0, ids).float()
+        found: torch.Tensor | None = matrix.lookup(ids)
         if found is not None:
             return found
-        assert self.raw is not None, "lookup needs one tensor, this weight is merged from several"
-        return dequantize(self.raw.index_select(0, ids), self.kind)
-
-    def for_kernels(self) -> WeightRows | None:
-        return self.packed.run()
+        assert self._raw is not None, "lookup needs one tensor, this weight is merged from several"
+        return dequantize(self._raw.index_select(0, ids), self._kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlainRows:
-    rows: torch.Tensor  # float32 or bfloat16
-    format: LowBit
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        # torch's sums differ in the last bit between few and many tokens; the rounding of a low-bit GEMM would amplify
-        # it
-        if self.format.is_used and native.serves(x):
-            return skinny_gemm(x, self.rows, None)
-        if self.rows.dtype is torch.bfloat16:
-            return linear_bfloat16(x, self.rows)
-        return linear(x, self.rows)
-
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows.index_select(0, ids).float()
-
-    def for_kernels(self) -> WeightRows | None:
-        return dense_rows(self.rows)
+def _invariant(run: Run) -> Run:
+    return run._replace(weight=InvariantMatrix(run.weight)) if isinstance(run.weight, torch.Tensor) else run
 
 
 def read_blocks(piece: CheckpointTensor) -> torch.Tensor:
@@ -233,15 +201,12 @@ class Bfloat16Weight(Weight):
             )
         piece.write_to(self.data[first_row : first_row + piece.shape[0]])
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear_bfloat16(x, self.data, bias)
+    @property
+    def matrix(self) -> Matrix:
+        return self.data
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids).float()
-
-    def runs_for_kernels(self) -> list[WeightRows] | None:
-        run = dense_rows(self.data)
-        return None if run is None else [run]
 
 
 # Transposed: float weights stored as [columns, rows].
@@ -272,8 +237,9 @@ class TransposedWeight(Weight):
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self.data[:, first_row : first_row + piece.shape[0]].copy_(piece.read().t())
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear_transposed(x, self.data, bias)
+    @property
+    def matrix(self) -> Matrix:
+        return TransposedMatrix(self.data)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(1, ids).t()
@@ -296,27 +262,9 @@ class BatchInvariant:
 
 
 class BatchInvariantWeight(UnquantizedWeight):
-    can_chain = False  # which kernels a chain uses depends on the number of rows
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from slipstream.ops.gemm.linear.triton import batch_invariant_linear  # needs triton; nn/sdpa.py checks it
-
-        return batch_invariant_linear(x, self.data, bias)
-
-    def multiply_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # not fused: which kernel fuses the norm depends on the number of rows
-        return Weight.multiply_normed(self, x, residual, norm, eps, bias, activation)
-
-    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        return Weight.multiply_activated(self, x, bias, activation)
+    @property
+    def matrix(self) -> Matrix:
+        return InvariantMatrix(self.data)
 
 
 # GgufQuantized: weights of a GGUF file that stay low-bit on a GPU.
@@ -340,12 +288,6 @@ class GgufWeight(PackedWeight):
         super().__init__(num_rows, num_columns)
         self.format = format
 
-    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        only = self.runs[0] if len(self.runs) == 1 else None
-        if isinstance(only, _MatrixRun):
-            return quantized_linear(x, only.matrix, bias, activation)
-        return super().multiply_activated(x, bias, activation)
-
     def packed_kind(self, piece: CheckpointTensor) -> str | None:
         return piece.kind if piece.kind in GGUF_KINDS and piece.blocks is not None else None
 
@@ -354,43 +296,17 @@ class GgufWeight(PackedWeight):
             return num_rows * num_columns * self.format.dtype.itemsize
         return gguf_bytes(kind, num_rows, num_columns)
 
-    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> PackedRun:
+    def pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> Matrix:
         device, dtype = self.format.device, self.format.dtype
         if kind is not None:
-            return _MatrixRun(
-                gguf_matrix(join_rows(list(map(read_blocks, pieces))), kind, self.num_columns, device), dtype
-            )
+            return gguf_matrix(join_rows(list(map(read_blocks, pieces))), kind, self.num_columns, device)
         counts = [piece.shape[0] for piece in pieces]
         rows = torch.empty((sum(counts), self.num_columns), dtype=dtype, device=device)
         for piece, part in zip(pieces, rows.split(counts), strict=True):
             piece.write_to(part)
-        return _FloatRun(rows)
+        return rows
 
-
-@dataclass(frozen=True, slots=True)
-class _MatrixRun:
-    matrix: QuantizedMatrix
-    dtype: torch.dtype
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return quantized_linear(x, self.matrix)
-
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return dequantize_matrix(self.matrix.select(lambda table: table.index_select(0, ids)), self.dtype)
-
-    def for_kernels(self) -> WeightRows | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _FloatRun:
-    rows: torch.Tensor
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.rows)
-
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows.index_select(0, ids)
-
-    def for_kernels(self) -> WeightRows | None:
-        return None
+    def lookup_in(self, matrix: Any, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(matrix, torch.Tensor):
+            return matrix.index_select(0, ids)
+        return dequantize_matrix(matrix.select(lambda table: table.index_select(0, ids)), self.format.dtype)

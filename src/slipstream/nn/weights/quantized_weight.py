@@ -24,27 +24,8 @@ from slipstream.nn.weights.weight_format import (
     WeightTarget,
     new_parameter,
 )
-from slipstream.ops.gemm.linear import Activation
-from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
-from slipstream.ops.gemm.quantized import (
-    QuantizedMatrix,
-    chains_fp8,
-    chains_parts,
-    dequantize,
-    fp8_linear_add,
-    fp8_linear_quantized,
-    fp8_linear_unnormalized,
-    fp8_parts_add,
-    gated_quantized_linear,
-    norm_quantized_linear,
-    pack_4_bit,
-    quantized_linear,
-    quantized_linear_add,
-    quantized_linear_unnormalized,
-    quantizes_gated,
-    takes_streaming,
-    words_of,
-)
+from slipstream.ops.gemm.quantized import QuantizedMatrix, dequantize, pack_4_bit, words_of
+from slipstream.ops.gemm.table import Run, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,117 +140,31 @@ class QuantizedWeight(Weight):
             self._runs = _join_runs(self._parts)
 
     @property
-    def matrix(self) -> QuantizedMatrix:
-        zero = zero_of(self.format.quantization)
-        is_fp4 = self.format.quantization.method == "mxfp4"
-        return QuantizedMatrix(self.values, self.scale, self.zeros, zero, None, self.codebook, is_fp4, self.words)
+    def matrix(self) -> QuantizedMatrix | Runs:
+        whole = self.whole
+        if len(self._runs) < 2:
+            return Runs([Run(whole, len(whole.values), run.order) for run in self._runs]) if self._runs else whole
+        return Runs([Run(whole.rows(first, count), count, order) for first, count, order in self._runs])
 
     @property
-    def layer_matrix(self) -> QuantizedMatrix | None:
-        return self.matrix if self.can_chain and not self._runs else None
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._multiply(x, bias, None)
-
-    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        return self._multiply(x, bias, activation)
-
-    def multiply_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if x.is_cuda and self._quantizes_inputs and self.matrix.takes_fp8_inputs:
-            return norm_quantized_linear(x, residual, norm, eps, self.matrix, bias, activation, self.input_scale)
-        return super().multiply_normed(x, residual, norm, eps, bias, activation)
-
-    def takes_gated(self, x: torch.Tensor, activation: Activation) -> bool:
-        return self._quantizes_inputs and quantizes_gated(x, activation, self.matrix)
-
-    def multiply_gated(self, gate_up: torch.Tensor, activation: Activation, bias: torch.Tensor | None) -> torch.Tensor:
-        return gated_quantized_linear(gate_up, activation, self.matrix, bias, self.input_scale)
-
-    @property
-    def _quantizes_inputs(self) -> bool:
-        return self.format.quantization.quantizes_inputs and not self.format.batch_invariant
-
-    @property
-    def can_chain(self) -> bool:  # type: ignore[override]
-        return (self.words is not None or self._chains_fp8) and not self.format.batch_invariant
-
-    @property
-    def _chains_fp8(self) -> bool:
-        """Whether chains quantise inputs. A static scale is that of normed inputs, which chains do not have."""
-        return self._quantizes_inputs and self.matrix.takes_fp8_inputs and self.input_scale is None
-
-    takes_streaming = False  # FP8 rows, but for a single one
-
-    def chain_for(self, x: torch.Tensor) -> Chain:
-        if self._runs:
-            return ""
-        if self._chains_fp8 and chains_parts(x, self.matrix):
-            return "library"
-        is_streaming = chains_fp8(x, self.matrix) if self._chains_fp8 else takes_streaming(x, self.matrix)
-        return "streaming" if is_streaming else ""
-
-    def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
-    ) -> Unnormalized:
-        if chain == "streaming":
-            add = fp8_linear_add if self._chains_fp8 else quantized_linear_add
-            return add(x, self.matrix, residual, norm, eps)
-        if chain == "library" and self._chains_fp8:
-            return fp8_parts_add(x, None, self.matrix, residual, norm, eps)
-        return super().add_to(residual, x, norm, eps, chain)
-
-    def add_gated_to(
-        self, residual: torch.Tensor, gate_up: torch.Tensor, activation: Activation, norm: torch.Tensor, eps: float
-    ) -> Unnormalized:
-        return fp8_parts_add(gate_up, activation, self.matrix, residual, norm, eps)
-
-    def multiply_unnormalized(
-        self,
-        x: Unnormalized,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if x.quantized is not None:
-            assert added is None, "library chains have no adapters"
-            return fp8_linear_quantized(*x.quantized, x.dtype, self.matrix, bias, activation)
-        if x.squares is None:
-            return super().multiply_unnormalized(x, bias, activation, added)
-        multiply = fp8_linear_unnormalized if self._chains_fp8 else quantized_linear_unnormalized
-        if added is None:
-            return multiply(x, self.matrix, bias, activation)
-        out = multiply(x, self.matrix, bias, None).add_(added)
-        return out if activation is None else activation(out)
-
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
-        run = partial(
-            quantized_linear,
+    def whole(self) -> QuantizedMatrix:
+        """All rows, as if no part had an order of columns."""
+        q = self.format.quantization
+        return QuantizedMatrix(
+            self.values,
+            self.scale,
+            self.zeros,
+            zero_of(q),
+            codebook=self.codebook,
+            is_fp4=q.method == "mxfp4",
+            words=self.words,
+            quantizes_inputs=q.quantizes_inputs,
             input_scale=self.input_scale,
-            quantizes_inputs=self.format.quantization.quantizes_inputs,
             batch_invariant=self.format.batch_invariant,
         )
-        if not self._runs:
-            return run(x, self.matrix, bias, activation)
-        if len(self._runs) == 1 and self._runs[0].order is not None:
-            return run(x.index_select(1, self._runs[0].order), self.matrix, bias, activation)
-        # parts with different orders of columns: a GEMM for each
-        outs = []
-        for first, count, order in self._runs:
-            own = x if order is None else x.index_select(1, order)
-            outs.append(run(own, self.matrix.rows(first, count), None if bias is None else bias[first : first + count]))
-        out = torch.cat(outs, 1)
-        return out if activation is None else activation(out)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = dequantize(self.matrix.select(lambda table: table.index_select(0, ids)), self.format.dtype)
+        rows = dequantize(self.whole.select(lambda table: table.index_select(0, ids)), self.format.dtype)
         if not self._runs:
             return rows
         assert len(self._runs) == 1 and self._runs[0].order is not None, "a table of tokens is one part"

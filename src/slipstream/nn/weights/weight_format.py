@@ -1,4 +1,4 @@
-"""WeightFormat: how a weight is stored and multiplied.
+"""WeightFormat: how a weight is stored.
 
 `Linear` and `Embedding` hold a `Weight` and do not depend on its format. A model may mix formats: `FormatOf` gives one
 per weight, by name. A new format is a `WeightFormat` whose `Weight` names the checkpoint tensors it needs (`targets`):
@@ -16,21 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.ops.elementwise import add_rms_norm, rms_norm
-from slipstream.ops.gemm.linear import (
-    Activation,
-    activated_linear,
-    can_append_adapters,
-    chain_for,
-    linear,
-    linear_add,
-    linear_unnormalized,
-    linear_with_adapters,
-    norm_linear,
-)
-from slipstream.ops.gemm.linear.tiles import Chain, Unnormalized
-from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix
-from slipstream.ops.platform.native import WeightRows, dense_rows
+from slipstream.ops.gemm.table import Matrix
 
 
 class CheckpointTensor(Protocol):
@@ -69,98 +55,14 @@ class Weight(nn.Module, ABC):
         """The same for a part with this name, where a format stores some parts in another way."""
         return self.targets(first_row, num_rows)
 
-    @abstractmethod
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, columns] to [T, rows]."""
-
-    def multiply_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The GEMM of the RMS norm of x + residual, then the activation if given; and the sum x + residual."""
-        if residual is None:
-            normed, total = rms_norm(x, norm, eps), x
-        else:
-            normed, total = add_rms_norm(x, residual, norm, eps)
-        if activation is None:
-            return self.multiply(normed, bias), total
-        return self.multiply_activated(normed, bias, activation), total
-
-    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """The GEMM, then an elementwise activation."""
-        return activation(self.multiply(x, bias))
-
-    def takes_gated(self, x: torch.Tensor, activation: Activation) -> bool:
-        """Whether `multiply_gated` is faster than the activation in the GEMM before. x: the input of that GEMM."""
-        return False
-
-    def multiply_gated(self, gate_up: torch.Tensor, activation: Activation, bias: torch.Tensor | None) -> torch.Tensor:
-        """The GEMM of a gated activation: [T, gate columns then up columns] to [T, rows]."""
-        return self.multiply(activation(gate_up), bias)
-
     @property
-    def layer_matrix(self) -> QuantizedMatrix | None:
-        """The matrix that a kernel of several GEMMs reads; None: this weight has its own kernels only."""
-        return None
-
-    can_chain = False
-    """Whether chains may use the three methods below. The defaults are correct but slow."""
-
-    takes_streaming = True
-    """Whether a weight that offers a "library" chain for few rows takes a "streaming" one too."""
-
-    def chain_for(self, x: torch.Tensor) -> Chain:
-        """The fastest kind of chain for this number of rows; "": single GEMMs are faster."""
-        return ""
-
-    def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
-    ) -> Unnormalized:
-        """residual + the GEMM, before its RMS norm. May overwrite the memory of the residual."""
-        return Unnormalized(residual.add_(self.multiply(x, None)), norm, eps)
-
-    def add_gated_to(
-        self, residual: torch.Tensor, gate_up: torch.Tensor, activation: Activation, norm: torch.Tensor, eps: float
-    ) -> Unnormalized:
-        """As `add_to`, of a gated activation [T, gate columns then up columns]. In a "library" chain."""
-        return self.add_to(residual, activation(gate_up), norm, eps, "library")
-
-    def multiply_unnormalized(
-        self,
-        x: Unnormalized,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The GEMM of the RMS norm of x, plus `added` [T, rows] if given, then the activation if given. x must have no
-        `squares`: only the `add_to` of a "streaming" chain makes them, and this weight offers no such chain."""
-        assert x.squares is None, "a streamed chain contains a weight that does not support it"
-        out = self.multiply(rms_norm(x.total, x.norm, x.eps) if x.normed is None else x.normed, bias)
-        if added is not None:
-            out += added
-        return out if activation is None else activation(out)
-
-    def can_append_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> bool:
-        """Whether `multiply_with_adapters` takes an x of a "streaming" chain, and is faster than products apart."""
-        return False
-
-    def multiply_with_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:
-        """[T, rows, then products with adapters [slots, rows, columns], slot after slot]: the GEMM of x, or of its RMS
-        norm."""
-        raise NotImplementedError(f"{type(self).__name__} appends no adapters")
+    @abstractmethod
+    def matrix(self) -> Matrix:
+        """The form that GEMMs read (`ops/gemm/table.py`)."""
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by index: [T] to [T, columns]."""
-
-    def runs_for_kernels(self) -> list[WeightRows] | None:
-        """The rows as the C kernels read them; None if they cannot."""
-        return None
 
 
 class WeightFormat(Protocol):
@@ -234,54 +136,12 @@ class UnquantizedWeight(Weight):
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         piece.write_to(self.data[first_row : first_row + piece.shape[0]])
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(x, self.data, bias)
-
-    def multiply_normed(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm_linear(x, residual, norm, eps, self.data, bias, activation)
-
-    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        return activated_linear(x, self.data, bias, activation)
-
-    can_chain = True
-
-    def chain_for(self, x: torch.Tensor) -> Chain:
-        return chain_for(x, self.data)
-
-    def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
-    ) -> Unnormalized:
-        return linear_add(chain, x, self.data, residual, norm, eps)
-
-    def multiply_unnormalized(
-        self,
-        x: Unnormalized,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-        added: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return linear_unnormalized(x, self.data, bias, activation, added)
-
-    def can_append_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> bool:
-        return can_append_adapters(x, self.data, adapters)
-
-    def multiply_with_adapters(self, x: torch.Tensor | Unnormalized, adapters: torch.Tensor) -> torch.Tensor:
-        return linear_with_adapters(x, self.data, adapters)
+    @property
+    def matrix(self) -> Matrix:
+        return self.data
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)
-
-    def runs_for_kernels(self) -> list[WeightRows] | None:
-        run = dense_rows(self.data)
-        return None if run is None else [run]
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -15,6 +15,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.gemm.chains import StreamingRows, Unnormalized
 from slipstream.ops.gemm.linear import streaming_kernel
 from slipstream.ops.gemm.linear.epilogue import GATES, counters
 from slipstream.ops.gemm.linear.streaming_kernel import BYTES, CHUNK
@@ -23,8 +24,6 @@ from slipstream.ops.gemm.linear.tiles import (
     MULTIPROCESSORS,
     SMALL_WEIGHT,
     WIDE_OUTPUTS,
-    StreamingRows,
-    Unnormalized,
     fills_wide_programs,
     has_wide_waves,
     keeps_wide_programs_busy,

@@ -1,21 +1,15 @@
-"""GEMM in plain torch: the CPU path, the oracle of the kernels, and cuBLAS on CUDA."""
+"""The GEMMs of a CPU, and whether the Hopper kernels can take a call."""
 
 from __future__ import annotations
 
 import platform
-from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.elementwise import rms_norm
 from slipstream.ops.platform import native, prebuilt
 from slipstream.ops.platform.dispatch import has_hopper_kernels
 from slipstream.ops.platform.native import LAYOUTS
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, weight, bias)
 
 
 def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -46,70 +40,6 @@ def tile_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     if not library.slip_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes):
         raise MemoryError(f"out of memory for the split activations of a GEMM of {len(x)} tokens")
     return out if bias is None else out.add_(bias)
-
-
-# Chains: GEMMs in sequence with a residual add and an RMS norm between them.
-#
-# The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS
-# norm divides a row by one number, so the division can follow the next GEMM. In a "streaming" chain
-# (`streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one
-# per row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own. In a
-# "library" chain the norm has its own kernel, which may also add the partial sums of a split GEMM.
-
-Chain = Literal["streaming", "library", ""]
-"""streamed: the Hopper kernel, norms fused. library: cuBLAS, norms apart. "": no chain, single GEMMs are faster."""
-
-
-class Unnormalized(NamedTuple):
-    """Rows before their RMS norm. The next GEMM finishes the norm (with `squares`), computes it, or takes `normed`."""
-
-    total: torch.Tensor  # [rows, size] the sum with the residual; also the next residual
-    norm: torch.Tensor  # [size] weights
-    eps: float
-    weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
-    squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`
-    normed: torch.Tensor | None = None  # [rows, size] the norm, if it is computed already
-    quantized: tuple[torch.Tensor, torch.Tensor] | None = None  # the norm in FP8, and its scales [rows, 1]
-
-    def rows_normed(self) -> torch.Tensor:
-        """The norm, [rows, size], of rows that are not `weighted`."""
-        assert self.squares is None, "the next GEMM finishes this norm"
-        return rms_norm(self.total, self.norm, self.eps) if self.normed is None else self.normed
-
-    @property
-    def is_cuda(self) -> bool:
-        """With `dtype`, so that ops choose their implementation for these rows as for a tensor."""
-        return self.total.is_cuda
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.total.dtype
-
-
-class StreamingRows(NamedTuple):
-    """The input of a GEMM that streams its weight."""
-
-    x: torch.Tensor  # [rows, in]
-    squares: torch.Tensor | None = None  # if the GEMM finishes the norm of x
-    eps: float = 0.0
-
-    @classmethod
-    def of(cls, x: torch.Tensor | Unnormalized) -> StreamingRows:
-        if isinstance(x, torch.Tensor):
-            return cls(x)
-        assert x.weighted is not None and x.squares is not None, "the GEMM before did not stream its weight"
-        return cls(x.weighted, x.squares, x.eps)
-
-    def arguments(
-        self,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
-        made: Unnormalized | None,
-    ) -> tuple[torch.Tensor | float | None, ...]:
-        """Of the kernels that stream a weight, in their order: from `squares` to `made`."""
-        norm, weighted, squares = (None, None, None) if made is None else (made.norm, made.weighted, made.squares)
-        return self.squares, self.eps, bias, residual, norm, out, weighted, squares
 
 
 # Whether the Hopper kernels of `linear` can take a call: device, Triton version, alignment of the operands.
@@ -175,10 +105,13 @@ ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 # Measured: on ARM torch reaches half of the memory bandwidth; with AVX-512 both are as fast at 16 tokens, and ours
 # takes half of the time at 8. Not measured on other processors.
 MAX_TOKENS = 32 if ON_ARM else 16 if "avx512f" in prebuilt.processor_features() else 0
+# of bfloat16 weights: the kernel's time is proportional to the tokens, that of widening is not
+MAX_WIDENED_TOKENS = 32 if ON_ARM else 16
 
 
 def native_accepts(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return len(x) <= MAX_TOKENS and native.serves(x) and weight.dtype is x.dtype and weight.is_contiguous()
+    limit = MAX_TOKENS if weight.dtype is x.dtype else MAX_WIDENED_TOKENS
+    return len(x) <= limit and native.serves(x) and weight.dtype in LAYOUTS and weight.is_contiguous()
 
 
 def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -190,3 +123,25 @@ def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     layout = LAYOUTS[weight.dtype]
     library.slip_skinny_gemm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), layout, num_tokens, len(weight), size)
     return out if bias is None else out.add_(bias)
+
+
+# GEMM of float32 activations and bfloat16 weights on a CPU, computed in float32.
+#
+# A bfloat16 value is the upper half of a float32 value, so the result is that of the same weights in float32, and the
+# weights take half of the memory and of the memory bandwidth. With few tokens our C kernel widens the weights in
+# registers. With more tokens AMX tiles multiply, or the weights are widened into a buffer, a part of the rows at a
+# time, and the library multiplies.
+
+_PART = 1 << 21  # weights widened at a time: 8 MiB
+
+
+def widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, in] float32, weight [out, in] bfloat16 to [T, out] float32."""
+    num_rows = max(1, _PART // max(1, weight.shape[1]))
+    if len(weight) <= num_rows:
+        return F.linear(x, weight.float(), bias)
+    out = x.new_empty(len(x), len(weight))
+    for first in range(0, len(weight), num_rows):
+        rows = slice(first, first + num_rows)
+        out[:, rows] = F.linear(x, weight[rows].float(), None if bias is None else bias[rows])
+    return out

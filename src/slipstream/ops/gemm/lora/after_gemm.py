@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.gemm.chains import Unnormalized
 from slipstream.ops.gemm.linear.epilogue import GATES
-from slipstream.ops.gemm.linear.tiles import Unnormalized
 from slipstream.ops.gemm.lora.reference import BLOCK, MAX_COLUMNS, LoraTiles, LoraWeights
 from slipstream.ops.gemm.lora.triton import _read_tile
 from slipstream.ops.platform.pdl import dependent, release_next, wait_for_previous

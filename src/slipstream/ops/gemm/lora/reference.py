@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from slipstream.config.memory import FEW_ADAPTED
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.elementwise import gelu_tanh_and_mul, rms_norm, silu_and_mul
-from slipstream.ops.gemm.linear.tiles import Unnormalized
+from slipstream.ops.gemm.chains import Unnormalized
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from slipstream.config.memory import ADAPTED_INPUTS
-from slipstream.ops.gemm.linear.tiles import StreamingRows, Unnormalized
+from slipstream.ops.gemm.chains import StreamingRows, Unnormalized
 from slipstream.ops.gemm.lora.reference import BLOCK, FEW_TOKENS, MAX_COLUMNS, LoraTiles, LoraWeights
 from slipstream.ops.platform.pdl import dependent, release_next, wait_for_previous
 

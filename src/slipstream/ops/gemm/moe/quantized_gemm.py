@@ -43,8 +43,8 @@ def multiply_quantized(
 ) -> None:
     """As `multiply` of `gemm.py`."""
     weight, x_scale = experts.matrix, None
-    if experts.quantizes_inputs and weight.takes_fp8_inputs and not batch_invariant:
-        x, x_scale = quantize_rows(x, experts.input_scale)
+    if weight.has_fp8_gemm and not batch_invariant:
+        x, x_scale = quantize_rows(x, weight.input_scale)
     num_out = out.shape[1]
     assert x.stride(1) == 1 and x.shape[1] == weight.num_columns, "inputs do not fit the weights"
     order, table = (None, routing.ids) if tiles is None else (tiles.order, tiles.table)

@@ -15,7 +15,8 @@ from functools import cache
 
 import torch
 
-from slipstream.ops.gemm.linear.dispatch import FUSED_ACTIVATIONS, HAS_TRITON, Activation
+from slipstream.ops.gemm.description import FUSED_ACTIVATIONS, Activation
+from slipstream.ops.gemm.linear.dispatch import HAS_TRITON
 from slipstream.ops.gemm.quantized.matrix import PROGRAMS, LayerGemms
 from slipstream.ops.platform.dispatch import has_hopper_kernels
 

@@ -28,6 +28,9 @@ class QuantizedMatrix(NamedTuple):
     codebook: torch.Tensor | None = None  # [16] float32
     is_fp4: bool = False  # the codebook has the numbers of FP4 (e2m1)
     words: torch.Tensor | None = None  # [groups, rows] int32 of `words_of`: scales and zeros again, by groups
+    quantizes_inputs: bool = False  # whether GEMMs in FP8 are allowed
+    input_scale: torch.Tensor | None = None  # [1] float32, of inputs in FP8; None: a scale for each row
+    batch_invariant: bool = False  # one kernel for any number of rows
 
     @property
     def is_4_bit(self) -> bool:
@@ -53,6 +56,20 @@ class QuantizedMatrix(NamedTuple):
         return self.values.dtype is torch.float8_e4m3fn and self.group >= 32
 
     @property
+    def has_fp8_gemm(self) -> bool:
+        return self.quantizes_inputs and not self.batch_invariant and self.takes_fp8_inputs
+
+    @property
+    def chains_fp8(self) -> bool:
+        """Whether chains quantise inputs. A static scale is that of normed inputs, which chains do not have."""
+        return self.has_fp8_gemm and self.input_scale is None
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether it may be part of a chain with some number of rows."""
+        return (self.words is not None or self.chains_fp8) and not self.batch_invariant
+
+    @property
     def has_slices(self) -> bool:
         """Whether `streaming.py` can divide it: into slices of 64 bytes of a row, each with one scale."""
         if self.is_4_bit:
@@ -76,8 +93,6 @@ class QuantizedExperts(NamedTuple):
 
     matrix: QuantizedMatrix  # [experts * rows, columns]
     num_experts: int
-    quantizes_inputs: bool = False  # FP8: kernels quantise the inputs too
-    input_scale: torch.Tensor | None = None  # [1] float32; None: a scale for each row
 
     @property
     def num_rows(self) -> int:

@@ -29,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.gemm.chains import StreamingRows, Unnormalized
 from slipstream.ops.gemm.linear.epilogue import GATES, load_operands, split_memory
 from slipstream.ops.gemm.linear.streaming_kernel import FETCH_REGISTERS
-from slipstream.ops.gemm.linear.tiles import MULTIPROCESSORS, StreamingRows, Unnormalized
+from slipstream.ops.gemm.linear.tiles import MULTIPROCESSORS
 from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix
 from slipstream.ops.gemm.quantized.warp_sums import (
     column_layout,

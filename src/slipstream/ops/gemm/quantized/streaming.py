@@ -14,8 +14,9 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slipstream.ops.gemm.chains import StreamingRows, Unnormalized
 from slipstream.ops.gemm.linear.epilogue import GATES, split_memory
-from slipstream.ops.gemm.linear.tiles import StreamingRows, Unnormalized, keeps_wide_programs_busy
+from slipstream.ops.gemm.linear.tiles import keeps_wide_programs_busy
 from slipstream.ops.gemm.quantized import streaming_kernel
 from slipstream.ops.gemm.quantized.gemm import PROGRAMS
 from slipstream.ops.gemm.quantized.matrix import QuantizedMatrix

@@ -252,6 +252,23 @@ def test_its_examples_import_what_exists(page: Path) -> None:
     assert not broken_imports(page.read_text(encoding="utf-8"))
 
 
+def source_files(text: str) -> list[str]:
+    """Files of the package in backticks."""
+    return [path for path in re.findall(r"`([\w./]+\.(?:py|c|h))`", text) if files_at(path, [PLACES[1]])]
+
+
+def test_pages_for_users_name_no_source_files() -> None:
+    """Engineers find them on the pages about how it works."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("How it works:")[0]
+    pages = [ROOT / "docs" / name for name in re.findall(r": ([\w-]+\.md)", nav)]
+    assert len(pages) > 15
+    named = {page.name: source_files(page.read_text(encoding="utf-8")) for page in pages if page.name != "README.md"}
+    assert {name: found for name, found in named.items() if found} == {}
+    assert source_files("`scheduler/waiting.py`, `waiting.py`, `tests/test_docs.py`") == [
+        "scheduler/waiting.py", "waiting.py"
+    ]  # fmt: skip
+
+
 def test_the_parsers_of_the_docs_are_those_of_the_engine() -> None:
     page = (ROOT / "docs/tools-and-reasoning.md").read_text(encoding="utf-8")
     for flag, formats in (("--tool-call-parser", TOOL_CALL_FORMATS), ("--reasoning-parser", REASONING_FORMATS)):

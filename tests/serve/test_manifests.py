@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,13 @@ def test_the_compose_file():
     assert all(key.startswith("${SLIPSTREAM_API_KEY:?") for key in keys) and "environment" not in services["front"]
     assert all(f"cache:{CACHE}" in services[name]["volumes"] for name in engines) and "cache" in found["volumes"]
     assert services["front"]["depends_on"] == {name: {"condition": "service_healthy"} for name in engines}
+
+
+@pytest.mark.skipif(not shutil.which("kubernetes-validate"), reason="needs kubernetes-validate, a package of pip")
+def test_kubernetes_accepts_the_manifests():
+    file = DEPLOY / "kubernetes.yaml"
+    done = subprocess.run(["kubernetes-validate", "--strict", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_kubernetes_manifests():

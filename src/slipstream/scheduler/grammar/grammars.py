@@ -3,9 +3,7 @@
 The result of a specification, a grammar or an error, is cached. A new one is first checked in a child process with
 limits of time and memory, so that no schema can hold up a thread of the engine.
 
-Callers take turns, whatever number of specifications each has: the next one compiled is of a waiting caller with the
-fewest running compilations; among these, of the one whose last compilation ended first. So a caller with none running
-waits until a thread is free, and for one compilation of each other caller. What no request waits for is not compiled.
+Callers take turns (`base/turns.py`). What no request waits for is not compiled.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.base.errors import EngineClosed, InvalidParams, QueueFull
 from slipstream.base.processes import MAX_CHILD_STACK, LimitedChild
+from slipstream.base.turns import CallerTurns
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.scheduler.grammar.check_child import new_checker
 from slipstream.scheduler.grammar.session import CompiledGrammar
@@ -57,17 +56,6 @@ class Compilation(Future[CompiledGrammar]):
         return bool(self.waiting)
 
 
-class _Caller:
-    """A caller with compilations that are queued or run."""
-
-    __slots__ = ("queued", "num_running", "turn")
-
-    def __init__(self, turn: int) -> None:
-        self.queued: dict[bytes, Compilation] = {}  # by key, the oldest first
-        self.num_running = 0
-        self.turn = turn  # when it came, or when its last compilation ended
-
-
 class Grammars:
     def __init__(
         self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, max_queued: int = MAX_QUEUED
@@ -89,8 +77,9 @@ class Grammars:
         self._cached: OrderedDict[bytes, Compilation] = OrderedDict()
         self._failed: OrderedDict[bytes, str] = OrderedDict()  # messages
         self._open: dict[bytes, Compilation] = {}  # queued or running
-        self._callers: dict[str, _Caller] = {}
-        self._turns = itertools.count()
+        self._turns: CallerTurns[Compilation] = CallerTurns(
+            NUM_THREADS
+        )  # a compilation is queued for each caller that waits for it
 
     def use(self, tokenizer: Tokenizer | None) -> None:
         """Compile with a tokenizer that is loaded already."""
@@ -127,8 +116,7 @@ class Grammars:
                 return
             del compilation.waiting[caller]
             if compilation.checker is None:
-                del self._callers[caller].queued[compilation.key]
-                self._forget_idle(caller)
+                self._turns.discard(caller, compilation.key)
             if not compilation.waiting:
                 del self._open[compilation.key]
                 if compilation.checker is not None:
@@ -148,7 +136,7 @@ class Grammars:
                 compilation.waiting.clear()
                 compilation.set_exception(EngineClosed("the engine was closed while a grammar was compiled"))
             self._open.clear()
-            self._callers.clear()
+            self._turns.clear()
             for checker in self._checkers:
                 checker.stop()
         for pool in (self._pool, self._mask_pool):
@@ -169,16 +157,13 @@ class Grammars:
 
     def _enqueue(self, compilation: Compilation, caller: str) -> Compilation:
         """Add it to those that the caller waits for."""
-        own = self._callers.get(caller)
-        if own is None:
-            own = self._callers[caller] = _Caller(next(self._turns))
-        if compilation.key not in own.queued:
-            if caller and len(own.queued) >= self.max_queued:
+        if caller not in compilation.waiting:
+            if caller and self._turns.num_queued(caller) >= self.max_queued:
                 raise QueueFull(
-                    f"{len(own.queued)} different structured_outputs of this client wait to be compiled, the limit; "
+                    f"{self.max_queued} different structured_outputs of this client wait to be compiled, the limit; "
                     "send more when some of these requests have their first token"
                 )
-            own.queued[compilation.key] = compilation
+            self._turns.add(caller, compilation.key, compilation)
         if compilation.key not in self._open:
             self._open[compilation.key] = compilation
             if self._pool is None:
@@ -192,29 +177,17 @@ class Grammars:
 
     def _take(self, checker: LimitedChild) -> tuple[Compilation, str] | None:
         """The compilation whose turn it is, and the caller whose turn this is."""
-        waiting = [name for name, each in self._callers.items() if each.queued]
-        if not waiting:
+        if (taken := self._turns.take()) is None:
             return None
-        first = min(waiting, key=lambda name: (self._callers[name].num_running, self._callers[name].turn))
-        self._callers[first].num_running += 1
-        compilation = next(iter(self._callers[first].queued.values()))
+        first, compilation = taken
         compilation.checker = checker
         for caller in compilation.waiting:
-            del self._callers[caller].queued[compilation.key]
-            self._forget_idle(caller)
+            self._turns.discard(caller, compilation.key)
         return compilation, first
-
-    def _forget_idle(self, caller: str) -> None:
-        own = self._callers[caller]
-        if not own.queued and not own.num_running:
-            del self._callers[caller]
 
     def _end(self, compilation: Compilation, caller: str, result: CompiledGrammar | BaseException) -> None:
         compilation.checker = None
-        if (own := self._callers.get(caller)) is not None:  # else the engine is closed
-            own.num_running -= 1
-            own.turn = next(self._turns)
-            self._forget_idle(caller)
+        self._turns.end(caller)
         if compilation.done():
             return
         if self._open.get(compilation.key) is compilation:

@@ -165,7 +165,7 @@ class Backoff:
 # that a quiet one takes.
 
 _HEADER = 4  # bytes of a message's length
-MAX_CHILD_MEMORY = 2**30  # bytes of address space beyond what the child has at its start
+MAX_CHILD_MEMORY = 2**30  # bytes, unless a caller has another limit
 MAX_CHILD_STACK = 2**23  # bytes: recursion that passes it would end a process. A thread that does the same has more
 _WALL_FACTOR = 15  # a call ends after so many times the CPU seconds, if the child gets no CPU time
 _START_SECONDS = 30.0  # of the child's start, on a busy machine
@@ -178,13 +178,14 @@ class LimitPassed(Exception):
 class LimitedChild:
     """One child process, started by the first call and again after one that was killed. For one thread at a time.
 
-    It runs `python -m module seconds arguments`, which calls `answer_calls`.
+    It runs `python -m module seconds bytes arguments`, which calls `answer_calls`.
     """
 
-    def __init__(self, module: str, *arguments: str, max_seconds: float) -> None:
-        """`max_seconds`: of CPU time of one call."""
+    def __init__(self, module: str, *arguments: str, max_seconds: float, max_memory: int = MAX_CHILD_MEMORY) -> None:
+        """`max_seconds`: of CPU time of one call. `max_memory`: bytes of address space beyond what it has at first."""
         self.max_seconds = max_seconds
-        self._command = [sys.executable, "-m", module, str(max_seconds), *arguments]
+        self._limits = f"more than {max_seconds:g} s or {max_memory >> 20} MiB"
+        self._command = [sys.executable, "-m", module, str(max_seconds), str(max_memory), *arguments]
         self._child: subprocess.Popen[bytes] | None = None
         self._is_calling = False
         self._lock = threading.Lock()  # of `_is_calling`: `stop` kills no child of another call
@@ -208,7 +209,7 @@ class LimitedChild:
             self._child = None
             if _end(child) == -signal.SIGSEGV:
                 raise LimitPassed(f"more than {MAX_CHILD_STACK >> 20} MiB of stack: it is nested too deeply") from None
-            raise LimitPassed(f"more than {self.max_seconds:g} s or {MAX_CHILD_MEMORY >> 20} MiB") from None
+            raise LimitPassed(self._limits) from None
         finally:
             with self._lock:
                 self._is_calling = False
@@ -250,7 +251,7 @@ def answer_calls(function: Callable[[bytes], bytes]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to all processes of a terminal
     if sys.platform.startswith("linux"):
         with open("/proc/self/statm", encoding="ascii") as file:
-            limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_CHILD_MEMORY
+            limit = int(file.read().split()[0]) * resource.getpagesize() + int(sys.argv[2])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         most = resource.getrlimit(resource.RLIMIT_STACK)[1]
         resource.setrlimit(resource.RLIMIT_STACK, (MAX_CHILD_STACK, most))  # of this thread, whose stack grows

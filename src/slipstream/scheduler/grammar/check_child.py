@@ -22,7 +22,7 @@ def new_checker() -> LimitedChild:
 
 
 def main() -> None:
-    loader = ExtensionFileLoader("llguidance._lib", sys.argv[2])
+    loader = ExtensionFileLoader("llguidance._lib", sys.argv[3])
     library = loader.create_module(ModuleSpec(loader.name, loader, origin=loader.path))
     loader.exec_module(library)
     limits = library.LLParserLimits(verbose_errors=False)

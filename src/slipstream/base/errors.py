@@ -5,6 +5,7 @@
     │   ├── InvalidParams         a sampling parameter out of its range
     │   ├── InvalidPrompt         empty, or a token the model does not have
     │   ├── PromptTooLong         more tokens than the model length
+    │   ├── InvalidImage          cannot be fetched or read, or has a size or shape that is not accepted
     │   ├── RequestTooLarge       would never fit the KV cache or the queue
     │   ├── InvalidAdapter        a LoRA adapter that cannot be loaded
     │   └── InvalidOption         an engine option that does not exist or has an unsupported value
@@ -61,6 +62,10 @@ class InvalidPrompt(UserError):
 
 class PromptTooLong(UserError):
     """The prompt has more tokens than the model length."""
+
+
+class InvalidImage(UserError):
+    """An image or a video cannot be fetched or read, or has a size or shape that is not accepted."""
 
 
 class RequestTooLarge(UserError):

@@ -109,7 +109,11 @@ HAVE_HELD = (
 )
 HAVE_LATE = "config/buffer_size.py contracts/ engine/ ranks/ record/ runner/ scheduler/"
 HAVE_OFFLOADED = "config/ engine/ nn/ runner/"
-HAVE_STREAMS = "api/ config/ device/ engine/ front/ runner/ serve/ text/ transport/ nn/weights/offloaded_layers.py"
+HAVE_BODIES = "images/fetch.py scheduler/grammar/ serve/ text/"
+HAVE_STREAMS = (
+    "api/ config/ device/ engine/ front/ images/fetch.py images/video.py runner/ serve/ text/ transport/ "
+    "nn/weights/offloaded_layers.py"
+)
 # Words with one meaning, which belongs to these files; other files use another word.
 LIMITED = {
     "head": ("of attention or of a model; else header", HAVE_HEADS),
@@ -120,7 +124,10 @@ LIMITED = {
     "plans": ("of steps; else estimates, metadata", HAVE_PLANS),
     "work": ("queued for the device; else requests, function, task, tile list", "device/ runner/"),
     "works": ("queued for the device; else functions, tasks", "device/ runner/"),
-    "body": ("of an HTTP request, or of a rule; else module, forward, payload", "serve/ scheduler/grammar/ text/"),
+    "body": (
+        "of an HTTP request, or of a rule; else module, forward, payload",
+        "serve/ images/fetch.py scheduler/grammar/ text/",
+    ),
     "slot": ("storage in a KV or state cache, or of an adapter; else target, entry, buffer", HAVE_SLOTS),
     "slots": ("storage in a KV or state cache, or of adapters; else targets, entries, buffers", HAVE_SLOTS),
     "admission": ("of a request to a row; else gate, refusal, check", HAVE_ADMISSIONS),

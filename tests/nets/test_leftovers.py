@@ -18,13 +18,22 @@ from slipstream.serve.http.server.settings import ServerSettings
 
 SRC = Path(__file__).parents[2] / "src"
 
-STARTED = {"slipstream.serve.cli.main", "slipstream.device.sync_check.__main__"}  # by pyproject.toml, by python -m
+STARTED = {
+    "slipstream.serve.cli.main",  # by pyproject.toml
+    "slipstream.device.sync_check.__main__",  # by python -m
+    *("slipstream.images.loader", "slipstream.images.prompt"),  # by the interfaces, when towers run
+}
 BY_NAME = {"add_command", "ROUTES", "attend_tiles"}  # top-level names of modules that a table lists
 USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
     "processors.TokenEdit": "the type of what users' logits processors return",
     "dispatch.validating": "for debugging: compares kernels with their references in a running engine",
     "matrix.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
     "matrix.integer_linear": "likewise",
+    **dict.fromkeys(
+        ["image_info.read_image_info", "loader.open_images", "prompt.expand_text", "prompt.expand_ids"]
+        + ["prompt.spell_image", "prompt.spell_video"],
+        "the interfaces and the scheduling of images will",
+    ),
 }
 CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
     **dict.fromkeys(["StepEngine", "VllmMethods", "UnfinishedRequests"], "bases of public classes"),

@@ -178,6 +178,8 @@ LONG_PROMPT = {"prompt": [list(b"abcdefgh" * 64)] * 8, "max_tokens": 1}
         ("/v1/completions", LONG_PROMPT | {"logprobs": 20, "echo": True}),
         ("/v1/completions", LONG_PROMPT | {"prompt_logprobs": 20}),
         ("/v1/completions", {"prompt": list(b"abcdefgh" * 512), "n": 32, "max_tokens": 1, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": list(b"abcdefgh" * 3750), "n": 4, "max_tokens": 1, "return_token_ids": True}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 30000, "n": 2, "return_token_ids": True}),
         ("/v1/completions", {"prompt": list(b"abcdefgh" * 512), "n": 64, "max_tokens": 1, "echo": True}),
         ("/v1/completions", {"prompt": "a", "max_tokens": 20000, "logprobs": 0}),
     ],

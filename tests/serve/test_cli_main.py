@@ -17,6 +17,7 @@ def test_help_lists_the_commands(terminal):
     code, out, _ = terminal.run("--help")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines() if re.match("    [a-z]", line)] == list(MODULES)
+    assert "more flags" not in out
 
 
 @pytest.mark.parametrize("command", MODULES)

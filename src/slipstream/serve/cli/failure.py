@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         num_hidden = 0
         for group in self._action_groups:
             shown = [action for action in group._group_actions if _is_shown(action, group.title or "", word)]
-            num_hidden += len(group._group_actions) - len(shown)
+            num_hidden += len([each for each in group._group_actions if each not in shown and type(each) is not _Help])
             formatter.start_section(group.title)
             formatter.add_text(group.description if shown and word else None)
             formatter.add_arguments(shown if word else [_shortened(action) for action in shown])

@@ -61,6 +61,9 @@ class SimulatedRunner:
 
 
 class _Handle:
+    has_no_result = False
+    interval = None
+
     def __init__(self, event: Any) -> None:
         self.event = event
 

@@ -55,7 +55,8 @@ class Scripted:
         count, numbers = self.count, self.numbers
 
         class Done:
-            span = None
+            has_no_result = False
+            interval = None
 
             def done(self) -> bool:
                 return True

@@ -186,6 +186,7 @@ def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(de
 
 class SilentHandle:
     has_no_result = True
+    interval = None
 
     def __init__(self, handle):
         self.handle = handle

@@ -12,6 +12,7 @@ from scripted_engine import ScriptedDevice, scripted_core, submit, tokens_alone
 from slipstream.contracts.step import DrawEdits, StepSizes
 from slipstream.engine.core import EngineCore
 from slipstream.ranks.lockstep import LockstepExecutor, StepExchange, padding_plan
+from slipstream.runner.results import DeviceInterval
 
 
 class JointDevice(ScriptedDevice):
@@ -43,11 +44,14 @@ class JointDevice(ScriptedDevice):
 
 class _Padding:
     has_no_result = True
+    interval = None
 
 
 class _Looked:
-    def __init__(self, handle):
-        self.handle, self.num_looks = handle, 0
+    has_no_result = False
+
+    def __init__(self, handle, interval=None):
+        self.handle, self.num_looks, self.interval = handle, 0, interval
 
     def done(self):
         self.num_looks += 1
@@ -59,9 +63,31 @@ class _Looked:
         return self.handle.wait()
 
 
+class TimedDevice(JointDevice):
+    """A step takes three milliseconds, and begins one after the step before."""
+
+    def finish(self, late=None):
+        looked = super().finish(late)
+        if not self.is_padding:
+            begin = 0.004 * len(self.late)
+            looked.interval = DeviceInterval(_Moment(looked, begin), _Moment(looked, begin + 0.003))
+        return looked
+
+
+class _Moment:
+    def __init__(self, step, time):
+        self.step, self.time = step, time
+
+    def done(self):
+        return self.step.handle.done()
+
+    def since(self, earlier):
+        return self.time - earlier.time
+
+
 class Engine:
-    def __init__(self, exchange, depth):
-        self.device = JointDevice()
+    def __init__(self, exchange, depth, device):
+        self.device = device()
         self.exchange = exchange
         self.executor = LockstepExecutor(self.device, exchange, num_groups=1)
         alone = scripted_core(depth)
@@ -77,12 +103,12 @@ class Engine:
         return True
 
 
-def engines(count=2, depth=1):
+def engines(count=2, depth=1, device=JointDevice):
     links = [{} for _ in range(count)]
     for one in range(count):
         for other in range(one):
             links[one][other], links[other][one] = socket.socketpair()
-    return [Engine(StepExchange(rank, own), depth) for rank, own in enumerate(links)]
+    return [Engine(StepExchange(rank, own), depth, device) for rank, own in enumerate(links)]
 
 
 def run(*group):
@@ -110,6 +136,18 @@ def test_busy_engines_step_together_and_never_wait_for_each_other(depth):
         assert engine.exchange.num_waits == 0
     first, *_, last = group[0].device.joint
     assert (first.tokens, first.is_single) == (9, False) and (last.tokens, last.is_single) == (1, True)
+
+
+def test_device_time_is_read_once_a_step_was_launched():
+    """Also of steps that wait for sizes of other engines when their handle is followed."""
+    group = engines(2, depth=2, device=TimedDevice)
+    for engine, message in zip(group, MESSAGES, strict=False):
+        engine.core.submit(message)
+    run(*group)
+    for engine in group:
+        time = engine.core.timer.total
+        assert time.num_steps == engine.core.num_steps and time.busy == pytest.approx(0.003 * time.num_steps)
+        assert time.idle + time.no_requests == pytest.approx(0.001 * (time.num_steps - 1))
 
 
 def test_a_synchronous_engine_gives_the_same_tokens():

@@ -416,7 +416,7 @@ class Instant:
     def finish(self, late=None):
         self.late = late
         result = StepResult(np.full(self.num, 7, np.int32), np.zeros(self.num, np.bool_))
-        return SimpleNamespace(wait=lambda: result, done=lambda: True)
+        return SimpleNamespace(wait=lambda: result, done=lambda: True, has_no_result=False, interval=None)
 
     def close(self):
         pass

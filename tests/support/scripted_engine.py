@@ -59,6 +59,9 @@ class ScriptedDevice:
 
 
 class _Handle:
+    has_no_result = False
+    interval = None
+
     def __init__(self, device: ScriptedDevice) -> None:
         self.device = device
         self.result: StepResult | None = None

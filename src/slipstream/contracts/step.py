@@ -348,12 +348,38 @@ class StepResult:
 # Executor, TierCopier and WeightUpdate: the interfaces between the core and a device half.
 
 
+class Point(Protocol):
+    """A timed event on the device."""
+
+    def done(self) -> bool: ...
+    def since(self, earlier: Any) -> float:
+        """Seconds; `earlier`: a Point of the same device."""
+
+
+class StepInterval(Protocol):
+    """The first and the last event of a step on the device."""
+
+    @property
+    def started(self) -> Point: ...
+    @property
+    def ended(self) -> Point: ...
+    @property
+    def late(self) -> tuple[Point, Point] | None:
+        """The end of the forward, and the arrival of late data from the host; None: the step needed none."""
+
+
 class Handle(Protocol):
     """A launched step. `wait` waits until its result is on the host.
 
     A step may have no result: its handle `has_no_result`, `wait` returns at once, and `wait_until_ended` waits until
     the device has finished it.
     """
+
+    @property
+    def has_no_result(self) -> bool: ...
+    @property
+    def interval(self) -> StepInterval | None:
+        """None: the device has no clock."""
 
     def wait(self) -> StepResult: ...
     def done(self) -> bool: ...

@@ -23,7 +23,7 @@ from slipstream.engine.pacing import Pacer
 from slipstream.handoff.client import Handoff
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
-from slipstream.record.device_timing import DeviceTimer, StepInterval
+from slipstream.record.device_timing import DeviceTimer
 from slipstream.record.recorder import Recorder, save_failure
 from slipstream.record.step_log import LaneLog
 from slipstream.scheduler.adapters import Adapters
@@ -247,7 +247,7 @@ class EngineCore:
     def _finish(self, plan: StepPlan, late: DrawEdits | None) -> None:
         handle = self._launcher.finish(late)
         self.in_flight.append(handle)
-        self.timer.follow(_interval(handle))
+        self.timer.follow(handle.interval)
         self.pace.launched(plan, self.timer.host_seconds)
         if self.step_log is not None:
             self.step_log.launched(plan, self.timer.host_seconds)
@@ -257,7 +257,7 @@ class EngineCore:
         """Process the oldest step's result. The host waits for the device only here and in `_keep_room`."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
         self._untimed.append((handle, cause))
-        has_no_result = getattr(handle, "has_no_result", False)
+        has_no_result = handle.has_no_result
         self.timer.waits()
         result = handle.wait()
         self.timer.waited()
@@ -282,7 +282,7 @@ class EngineCore:
 
     def _record_times(self) -> None:
         handle, cause = self._untimed.popleft()
-        busy = self.timer.record(_interval(handle), cause)
+        busy = self.timer.record(handle.interval, cause)
         self.pace.committed(busy, 0.0 if cause == "no_requests" else self.timer.gap)
         if self.step_log is not None:
             self.step_log.ended(busy, self.timer.gap, self.timer.late, cause)
@@ -321,12 +321,6 @@ class EngineCore:
         if self._failure is not None:
             cause = str(self._failure) or type(self._failure).__name__
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
-
-
-def _interval(handle: Handle) -> StepInterval | None:
-    """The first and the last event of a step, for handles that have them."""
-    interval: StepInterval | None = getattr(handle, "interval", None)
-    return interval
 
 
 # Makes scheduler requests from Submit messages: applies defaults and derives seeds.

@@ -29,13 +29,14 @@ from slipstream.contracts.step import (
     DrawBias,
     DrawEdits,
     Handle,
+    Point,
+    StepInterval,
     StepPlan,
     StepResult,
     StepSizes,
 )
 from slipstream.device.collectives import Group
 from slipstream.ranks.link import CLOSED_BY_PEER, RankWatch, wait_for_step
-from slipstream.record.device_timing import Point, StepInterval
 from slipstream.runner.runner import ModelRunner
 
 _POLL_SECONDS = 0.001  # while the host waits for the device and sizes of the next step are missing
@@ -181,11 +182,11 @@ class LockstepHandle:
 
     @property
     def has_no_result(self) -> bool:
-        return bool(getattr(self._launched(), "has_no_result", False))
+        return self._launched().has_no_result
 
     @property
-    def span(self) -> StepInterval | None:
-        return _LaterSpan(self) if self.step is None else getattr(self.step, "span", None)
+    def interval(self) -> StepInterval | None:
+        return _LaterInterval(self) if self.step is None else self.step.interval
 
     def _launched(self) -> Handle:
         if self.step is None:
@@ -194,61 +195,49 @@ class LockstepHandle:
         return self.step
 
 
-class _LaterSpan:
-    """The events of a step that is launched later. The device timer reads `ended.done()` at any time, and times once
-    the step has ended."""
+class _LaterInterval:
+    """Of a step that is launched later. The device timer asks at any time whether it has ended, and for the rest once
+    it has."""
 
     def __init__(self, handle: LockstepHandle) -> None:
         self._handle = handle
 
+    def _interval(self) -> StepInterval:
+        interval = None if self._handle.step is None else self._handle.step.interval
+        return _NOT_REACHED if interval is None else interval
+
     @property
     def started(self) -> Point:
-        return self._span().started
+        return self._interval().started
 
     @property
     def ended(self) -> Point:
-        if self._handle.step is None:
-            return _NotReached()
-        return self._span().ended
+        return self._interval().ended
 
     @property
     def late(self) -> tuple[Point, Point] | None:
-        return self._span().late
-
-    def _span(self) -> StepInterval:
-        span: StepInterval | None = getattr(self._handle.step, "span", None)
-        return _NO_TIMES if span is None else span
+        return self._interval().late
 
 
 class _NotReached:
+    """An event that is not reached, and an interval of such events."""
+
+    late = None
+
     def done(self) -> bool:
         return False
 
     def since(self, earlier: Point) -> float:
         raise AssertionError("the time of an event is read before the event")
 
-
-class _Untimed:
-    """An event of a device without a clock, and the span of a step there."""
-
-    late = None
-
-    def done(self) -> bool:
-        return True
-
-    def since(self, earlier: Point) -> float:
-        return 0.0
-
     @property
     def started(self) -> Point:
         return self
 
-    @property
-    def ended(self) -> Point:
-        return self
+    ended = started
 
 
-_NO_TIMES = _Untimed()
+_NOT_REACHED = _NotReached()
 
 
 def _copied(late: DrawEdits) -> DrawEdits:

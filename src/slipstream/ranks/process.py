@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from slipstream.base.files import open_regular
 from slipstream.base.log import set_up_child_log
 from slipstream.base.processes import die_with_parent
 from slipstream.config.config import EngineConfig
-from slipstream.contracts.step import DrawEdits, Handle, StepPlan, StepResult, TierCopier, TierPlan
+from slipstream.contracts.step import DrawEdits, Handle, StepInterval, StepPlan, StepResult, TierCopier, TierPlan
 from slipstream.device.collectives import TIMEOUT, Group
 from slipstream.ranks.link import RankStart, receive_exactly, wait_for_step
 from slipstream.ranks.plan_ring import (
@@ -241,8 +241,13 @@ class WorkerHandle:
         self._handle = handle
         self._ranks = ranks
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+    @property
+    def has_no_result(self) -> bool:
+        return self._handle.has_no_result
+
+    @property
+    def interval(self) -> StepInterval | None:
+        return self._handle.interval
 
     def wait(self) -> StepResult:
         return self._ranks.explained(self._handle.wait)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:  # the command line reads DeviceTime, without numpy
+    from slipstream.contracts.step import StepInterval
 
 Clock = Callable[[], float]
 
@@ -39,25 +42,6 @@ class DeviceTime(msgspec.Struct):
 
     def copy(self) -> DeviceTime:
         return msgspec.structs.replace(self)
-
-
-class Point(Protocol):
-    """A timed event on the device."""
-
-    def done(self) -> bool: ...
-    def since(self, earlier: Point) -> float: ...
-
-
-class StepInterval(Protocol):
-    """The first and the last event of a step on the device."""
-
-    @property
-    def started(self) -> Point: ...
-    @property
-    def ended(self) -> Point: ...
-    @property
-    def late(self) -> tuple[Point, Point] | None:
-        """The end of the forward, and the arrival of late data from the host; None: the step needed none."""
 
 
 class DeviceTimer:

@@ -10,7 +10,7 @@ from slipstream.base.errors import BadCheckpoint, BadTokenizer
 from slipstream.base.files import MAX_READ, load_json, read_utf8
 from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.checkpoint.locate import locate
-from slipstream.ranks.process import RankAdapters
+from slipstream.ranks.ranks import RankAdapters
 from slipstream.text.tokenizer import Tokenizer
 
 

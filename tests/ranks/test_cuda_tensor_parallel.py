@@ -78,7 +78,7 @@ def test_two_ranks_give_the_tokens_of_one_until_one_is_killed(tmp_path, family, 
 
 def check_killed_rank(llm, is_busy):
     """The engine ends with an error that names the rank; NCCL would wait for it for ever."""
-    victim = llm.core.executor._ranks._processes[0]
+    victim = llm.core.executor._ranks.children[0].process
     if is_busy:
         os.kill(victim.pid, signal.SIGSTOP)  # the collectives of the next step wait for it
         threading.Timer(1.5, os.kill, (victim.pid, signal.SIGKILL)).start()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
+from slipstream.contracts.codec import decoder, encode
 from slipstream.contracts.step import (
     NO_INTS,
     NO_PAGES,
@@ -30,7 +31,7 @@ from slipstream.contracts.step import (
 )
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
-from slipstream.ranks.plan_ring import decode_draw_edits, decode_plan, encode_draw_edits, encode_plan
+from slipstream.ranks.ranks import encode_draw_edits
 
 
 def check_equal(one, other, where="plan"):
@@ -61,7 +62,7 @@ def test_every_plan_of_a_scheduler():
     bench.run()
     assert len(plans) == 4
     for plan in plans:
-        check_equal(decode_plan(encode_plan(plan)), plan)
+        check_equal(decoder(StepPlan).decode(encode(plan)), plan)
 
 
 def test_a_plan_with_every_part():
@@ -100,7 +101,7 @@ def test_a_plan_with_every_part():
         tier=TierPlan(ints(0, 3, 1).reshape(1, 3), NO_INTS.reshape(0, 3)),
         catch_up=ints(1, 0, 2).reshape(1, 3),
     )
-    check_equal(decode_plan(encode_plan(plan)), plan)
+    check_equal(decoder(StepPlan).decode(encode(plan)), plan)
     defaults = [each.name for each in dataclasses.fields(plan) if each.default is not dataclasses.MISSING]
     # a new field belongs into this plan
     assert not any(getattr(plan, name) is None or getattr(plan, name) is False for name in defaults)
@@ -111,12 +112,12 @@ def test_masks(bias):
     late = DrawEdits(ints(1, 3), ints(*range(8)).reshape(2, 4), bias, offsets=None if bias is None else ints(0, 1))
     if bias is not None:
         late = dataclasses.replace(late, sit_out=SitOut(ints(3), ints(17), ints(5)))
-    check_equal(decode_draw_edits(encode_draw_edits(late)), late)
+    check_equal(decoder(DrawEdits).decode(encode_draw_edits(late)), late)
 
 
 def test_edits_of_logits_travel_without_their_code():
     edits = (LogitsEdit((3,), abs, print, is_scaled=True), LogitsEdit((2, -1, 4), abs, print, is_batched=True))
-    found = decode_draw_edits(encode_draw_edits(DrawEdits(NO_INTS, NO_INTS.reshape(0, 4), edits=edits))).edits
+    found = decoder(DrawEdits).decode(encode_draw_edits(DrawEdits(NO_INTS, NO_INTS.reshape(0, 4), edits=edits))).edits
     assert [(each.rows, each.is_scaled, each.is_batched) for each in found] == [
         ((3,), True, False),
         ((2, -1, 4), False, True),
@@ -129,4 +130,4 @@ def test_numbers_of_numpy():
     params = SamplingParams(temperature=np.float64(0.5))
     admitted = (Admission(1, 2, 3, 3, 0, params, 1, 0, (), None),)
     plan = StepPlan(0, NO_INTS, admitted, *(NO_INTS,) * 6, new_pages=())
-    assert decode_plan(encode_plan(plan)).admitted[0].params.temperature == 0.5
+    assert decoder(StepPlan).decode(encode(plan)).admitted[0].params.temperature == 0.5

@@ -19,7 +19,8 @@ from patience import PATIENCE
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.base.errors import EngineDead
 from slipstream.config.options import make_options
-from slipstream.ranks.start import RankProcesses
+from slipstream.ranks import ranks
+from slipstream.ranks.ranks import Ranks
 from slipstream.transport.replica_start import ReplicaProcesses
 from slipstream.transport.replicas import Replica, ReplicaClient
 from tiny import write_tiny
@@ -40,21 +41,23 @@ def test_requests_end_once_when_a_rank_is_killed(tmp_path):
     assert set(ends) <= {"answered", "lost"} and ends["answered"] >= 44  # at most those in flight had sent tokens
 
 
-@pytest.mark.parametrize("moment", ["_spawn", "wait_until_loaded", "open_group"])
+@pytest.mark.parametrize("moment", ["start_child", "wait_until_loaded", "open_group"])
 def test_a_rank_that_is_killed_while_the_engine_starts_is_named(tmp_path, moment, monkeypatch):
     """While it is started, when it has loaded, and when it has joined: the start ends, or the first step where the rank
     had nothing left to do for the start. Nothing is left."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    started, before = [], getattr(RankProcesses, moment)
+    owner = ranks if moment == "start_child" else Ranks
+    started, before = [], getattr(owner, moment)
 
-    def then_kill(ranks: RankProcesses, *given):
-        found = before(ranks, *given)
-        started.append(found if moment == "_spawn" else ranks._processes[0])
-        os.kill(started[0].pid, signal.SIGKILL)
+    def then_kill(*given, **named):
+        found = before(*given, **named)
+        child = found if moment == "start_child" else given[0].children[0]
+        started.append(child.process)
+        child.process.kill()
         return found
 
-    monkeypatch.setattr(RankProcesses, moment, then_kill)
+    monkeypatch.setattr(owner, moment, then_kill)
     folder = str(write_tiny(tmp_path, "llama"))
     with (
         pytest.raises(EngineDead, match="rank 1 .*killed by SIGKILL"),
@@ -68,15 +71,16 @@ def test_a_rank_that_is_killed_while_the_engine_starts_is_named(tmp_path, moment
 
 def test_a_rank_that_is_killed_between_its_address_and_its_connection_is_named(tmp_path, monkeypatch):
     """gloo would wait for it for ten minutes."""
-    before = RankProcesses.open_group
+    before = Ranks.open_group
 
-    def kill_then_open(ranks: RankProcesses, device):
-        while not (ranks.store.exists() and b"joins/1" in ranks.store.read_bytes()):
+    def kill_then_open(ranks: Ranks, device):
+        store = ranks.folder.path / "store"
+        while not (store.exists() and b"joins/1" in store.read_bytes()):
             time.sleep(0.01)
-        os.kill(ranks._processes[0].pid, signal.SIGKILL)
+        ranks.children[0].process.kill()
         return before(ranks, device)
 
-    monkeypatch.setattr(RankProcesses, "open_group", kill_then_open)
+    monkeypatch.setattr(Ranks, "open_group", kill_then_open)
     folder = str(write_tiny(tmp_path, "llama"))
     with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
         LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL)
@@ -85,8 +89,8 @@ def test_a_rank_that_is_killed_between_its_address_and_its_connection_is_named(t
 _KILLED = """
 import os, signal, sys
 from slipstream import LLM
-from slipstream.ranks.start import RankProcesses
-RankProcesses._spawn = lambda ranks, *given: os.kill(os.getpid(), signal.SIGKILL)
+from slipstream.ranks import ranks
+ranks.start_child = lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL)
 LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", num_threads=1, max_model_len=64, num_pages=64)
 """
 
@@ -101,11 +105,11 @@ def test_what_an_engine_left_that_was_killed_while_it_started_goes_with_the_next
     assert [path.name[:17] for path in (tmp_path / "temporary").iterdir()] == ["slipstream-ranks-"]
     (left,) = (tmp_path / "temporary").iterdir()
 
-    def then_stop(ranks: RankProcesses, *given):
-        assert ranks.store.parent.parent == left.parent and not left.exists()
+    def then_stop(*given, **named):
+        assert len(list(left.parent.iterdir())) == 1 and not left.exists()
         raise EngineDead("this is all")
 
-    monkeypatch.setattr(RankProcesses, "_spawn", then_stop)
+    monkeypatch.setattr(ranks, "start_child", then_stop)
     with pytest.raises(EngineDead, match="this is all"):
         LLM(folder, tensor_parallel_size=2, use_tqdm_on_load=False, **SMALL)
 
@@ -146,7 +150,7 @@ def test_an_idle_engine_in_a_thread_notices_that_a_rank_was_killed(tmp_path):
         async for _ in engine.generate([1, 2, 3], SamplingParams(max_tokens=4)):
             pass
         (core,) = engine.client.core.cores.values()
-        os.kill(core.executor._ranks._processes[0].pid, signal.SIGKILL)
+        os.kill(core.executor._ranks.children[0].process.pid, signal.SIGKILL)
         while engine.client.thread.is_alive():
             await asyncio.sleep(0.01)
         with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):

@@ -103,7 +103,7 @@ def test_two_ranks_give_the_results_of_one_until_one_is_killed(tmp_path, capfd, 
         llm.save_record(tmp_path / "record")
         run_ranks_as_threads(monkeypatch)  # those of later engines: processes take seconds to start
         check_handoff(folder, llm.core.handoff.server.port, wanted, caplog)
-        os.kill(llm.core.executor._ranks._processes[0].pid, signal.SIGKILL)
+        os.kill(llm.core.executor._ranks.children[0].process.pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1"):
             llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
     assert main(["replay", str(tmp_path / "record"), "--json"]) == 0  # on two ranks

@@ -24,45 +24,13 @@ class CountedGroup(Group):
         return super().all_reduce(x)
 
 
-class NoReaders:
-    def write(self, kind: bytes, data: bytes = b"") -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class OneRank(Ranks):
-    num_ranks = 1
-    plans = NoReaders()
-
     def __init__(self, store: Path) -> None:
-        super().__init__()
-        self.store = store
-
-    def wait_until_loaded(self) -> None:
-        pass
+        super().__init__(None, [], store, "127.0.0.1")
+        self._file = store
 
     def open_group(self, device: torch.device) -> Group:
-        return CountedGroup(0, 1, self.store, device=device)
-
-    def end_files(self) -> list[int]:
-        return []
-
-    def dead_rank(self, seconds: float = 0.0) -> str | None:
-        return None
-
-    def end_others(self, how: str) -> None:
-        pass
-
-    def close(self) -> None:
-        self._stop_watching()
-        if self.group is not None:
-            self.group.abort()
-        self._close_files()
-
-    def kill(self) -> None:
-        self.close()
+        return CountedGroup(0, 1, self._file, device=device)
 
 
 def divide_among_one(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:

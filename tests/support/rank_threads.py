@@ -1,5 +1,5 @@
-"""Ranks of `tensor_parallel_size` as threads of this process: the code of a rank's process, with plans through a ring
-in shared memory, without the seconds that a process takes to start.
+"""Ranks of `tensor_parallel_size` as threads of this process: the code of a rank's process, without the seconds that a
+process takes to start.
 
 Collectives exchange tensors between the threads: those of gloo, which ranks as processes have, took a sixth of the
 time.
@@ -7,24 +7,22 @@ time.
 
 from __future__ import annotations
 
-import os
+import socket
 import tempfile
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch.distributed import FileStore
 
 from patience import PATIENCE
 from slipstream.config.config import EngineConfig
-from slipstream.device.collectives import Group, announce_end
+from slipstream.device.collectives import Group
 from slipstream.ranks import process, start
-from slipstream.ranks.link import RankLink
-from slipstream.ranks.plan_ring import PlanReader, PlanWriter
+from slipstream.ranks.link import RankSocket
 from slipstream.ranks.process import run_rank
-from slipstream.ranks.ranks import END, Ranks
+from slipstream.ranks.ranks import Ranks
 
 
 class _Exchange:
@@ -75,65 +73,41 @@ class ThreadGroup(Group):
 
 class RankThreads(Ranks):
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__()
-        self.num_ranks = config.model.num_ranks
-        self.plans = PlanWriter(self.num_ranks - 1)
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")
-        self.store = Path(self._folder.name) / "store"
+        self._file = Path(self._folder.name) / "store"
         self.errors: list[BaseException] = []
-        self._ends = [os.pipe() for _ in range(1, self.num_ranks)]
+        pairs = [socket.socketpair() for _ in range(1, config.model.num_ranks)]
         self._threads = [
-            threading.Thread(target=self._run, args=(config, rank), name=f"rank {rank}", daemon=True)
-            for rank in range(1, self.num_ranks)
+            threading.Thread(target=self._run, args=(theirs,), name=f"rank {rank}", daemon=True)
+            for rank, (_, theirs) in enumerate(pairs, 1)
         ]
         for thread in self._threads:
             thread.start()
+        super().__init__(config, [ours for ours, _ in pairs], self._file, "127.0.0.1")
 
-    def _run(self, config: EngineConfig, rank: int) -> None:
-        files = self.plans.files[rank - 1]
-        try:
-            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(config.of_rank(rank)), type=EngineConfig)
-            run_rank(sent, PlanReader(*files), self.store).close()
-        except BaseException as error:
-            self.errors.append(error)
-            raise
-        finally:
-            os.close(files.messages)
-            os.close(files.acknowledgements)
-            os.close(self._ends[rank - 1][1])
+    def _run(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                runner = run_rank(RankSocket(sock))
+                assert runner is not None
+                runner.close()
+            except BaseException as error:
+                self.errors.append(error)
+                raise
 
-    def wait_until_loaded(self) -> None:
-        rank = self.plans.wait_until_ready()
-        assert rank is None, f"rank {rank} did not start: {self.errors}"
+    def how_it_ended(self, rank: int) -> str:
+        return str(self.errors)
 
     def open_group(self, device: torch.device) -> Group:
-        return ThreadGroup(0, self.num_ranks, self.store)
-
-    def end_files(self) -> list[int]:
-        return [reads for reads, _ in self._ends]
-
-    def dead_rank(self, seconds: float = 0.0) -> str | None:
-        for thread in self._threads:
-            thread.join(seconds)
-            if not thread.is_alive():
-                return f"{thread.name} has ended: {self.errors}"
-        return None
-
-    def end_others(self, how: str) -> None:
-        announce_end(self.store, self.num_ranks, how)
+        return ThreadGroup(0, self.num_ranks, self._file)
 
     def close(self) -> None:
-        self._stop_watching()
-        self.plans.write(END)
+        super().close()
         for thread in self._threads:
             thread.join(PATIENCE)
             assert not thread.is_alive(), f"{thread.name} does not end"
-        self.plans.close()
         self._folder.cleanup()
-        _exchanges.pop(self.store, None)
-        for reads, _ in self._ends:
-            os.close(reads)
-        self._close_files()
+        _exchanges.pop(self._file, None)
         assert not self.errors
 
     def kill(self) -> None:
@@ -143,9 +117,5 @@ class RankThreads(Ranks):
 
 def run_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are built from now on have their ranks in threads."""
-
-    def open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:
-        return None if config.model.num_ranks == 1 else RankThreads(config)
-
-    monkeypatch.setattr(start, "_open_ranks", open_ranks)
+    monkeypatch.setattr(start, "start_ranks", RankThreads)
     monkeypatch.setattr(process, "Group", ThreadGroup)

@@ -4,6 +4,7 @@ ended, and children that work within limits of time and memory."""
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import resource
@@ -15,10 +16,12 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
+
+from slipstream.base.log import set_up_child_log
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
@@ -70,6 +73,17 @@ def die_with_parent() -> None:
         os._exit(1)  # the parent exited before prctl was called
 
 
+def enter_child() -> None:
+    """What a core or rank calls first. It ends with its parent, which alone decides when: Ctrl-C in a terminal signals
+    the whole process group."""
+    die_with_parent()
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    release_signals()
+    set_up_child_log()
+    faulthandler.enable()
+
+
 def how_it_ended(code: int | None) -> str | None:
     """Describes an abnormal end by the exit code; None while the process runs and after a normal exit."""
     if not code:
@@ -79,6 +93,64 @@ def how_it_ended(code: int | None) -> str | None:
         hint = "; perhaps the machine ran out of memory" if name == "SIGKILL" else ""
         return f"killed by {name}{hint}"
     return f"exit code {code}"
+
+
+# start_child: starts a core, a rank or a front end of our own code.
+
+
+class Child:
+    """A process of this package, for the process that started it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        """`name`: of the process in sentences, such as "the engine core"."""
+        self.process = process
+        self.name = name
+
+    def how_it_ended(self) -> str | None:
+        """Describes an abnormal end; None while the process runs and after a normal exit."""
+        code = self.process.poll()
+        how = how_it_ended(code)
+        if how is None:
+            return None
+        return f"{self.name} {'was' if code is not None and code < 0 else 'ended with'} {how}"
+
+    def wait(self, seconds: float) -> str | None:
+        """Waits for the exit, kills the process after `seconds`, and returns what `how_it_ended` does."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return f"{self.name} did not exit within {seconds:g} s and was killed"
+        return self.how_it_ended()
+
+
+def start_child(
+    name: str,
+    module: str,
+    arguments: Sequence[object],
+    files: Sequence[int],
+    start: bytes = b"",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    in_session: bool = True,
+) -> Child:
+    """Starts `python -m module arguments`, which calls `release_signals`. `files`: descriptors that it inherits.
+    `start`: its standard input, which other users cannot see, as they can arguments. `environment`: variables besides
+    ours. `in_session`: signals of a terminal reach it too."""
+    with signals_deferred():
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
+            pass_fds=files,
+            start_new_session=not in_session,
+            env=child_environment(environment),
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:  # it may have exited already
+        pipe.write(start)
+    return Child(process, name)
 
 
 # Keeps the garbage collector off permanent objects: those of torch and the model, while they are loaded and later.

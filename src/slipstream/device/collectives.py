@@ -145,7 +145,8 @@ class DryGroup(Group):
 
 def announce_end(store: Path | Store, size: int, how: str) -> None:
     """Ends the waits of `receive` on all ranks. `how`: the rank that has ended, and how."""
-    (FileStore(str(store), size) if isinstance(store, Path) else store).set(_ENDED, how)
+    # through another connection: others of this process may wait for an answer
+    (FileStore(str(store), size) if isinstance(store, Path) else store.clone()).set(_ENDED, how)
 
 
 def _new_nccl(store: Store, rank: int, size: int) -> Any:

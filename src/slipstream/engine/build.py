@@ -60,7 +60,7 @@ from slipstream.ops.platform.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
 from slipstream.ranks.link import RankLink
 from slipstream.ranks.lockstep import LockstepExecutor
-from slipstream.ranks.process import Workers
+from slipstream.ranks.ranks import Workers
 from slipstream.ranks.start import adapter_memory, build_ranks, rank_pages, tier_copier
 from slipstream.record.recorder import Recorder
 from slipstream.runner.page_tier import PageTier

@@ -1,4 +1,4 @@
-"""RankLink: how ranks of other nodes reach rank 0, and what each gets from it. It imports no torch."""
+"""RankLink, RankSocket: how ranks reach rank 0 on this host or another, and what they send each other. No torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
+from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
 from slipstream.contracts.step import Handle
 
 SECRET_BYTES = 32
 _RANK_BYTES = 4
 _HELLO_SECONDS = 10.0  # for a connection to send its secret
+_LENGTH_BYTES = 8
+Address = tuple[str, int] | str
+"""Host and port, or the path of a Unix socket."""
 
 
 class RankLink(msgspec.Struct, frozen=True):
@@ -27,46 +31,80 @@ class RankLink(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """The first message to a rank, as msgpack."""
+    """What a rank is started with, as msgpack."""
 
     config: EngineConfig
-    store_address: str  # of the torch.distributed store on the node of rank 0
-    store_port: int
+    address: str  # of rank 0
+    store: str | int  # in which the ranks find each other: a file, or the port of a TCPStore at the address of rank 0
 
 
-def join_rank(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket:
-    """Connects a rank with rank 0."""
-    sock = open_socket(address)
+START, PLAN, FINISH, LATE, FREE, ADAPTER, TIER, MARK, END = b"s", b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"
+"""Kinds of messages to a rank."""
+READY = b"r"
+"""Kind of a message to rank 0: the rank has loaded its part."""
+
+
+class RankSocket:
+    """One side of the connection between rank 0 and another rank: messages of a kind, one byte, and data."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.set_inheritable(False)  # the other side must see the end of this process, whatever it has started
+
+    def send(self, kind: bytes, data: bytes = b"") -> None:
+        """Raises OSError if the connection has ended."""
+        self.sock.sendall(b"".join([(len(data) + 1).to_bytes(_LENGTH_BYTES, "little"), kind, data]))
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The kind and the data of the next message; None: the connection has ended."""
+        header = receive_exactly(self.sock, _LENGTH_BYTES)
+        message = None if header is None else receive_exactly(self.sock, int.from_bytes(header, "little"))
+        return None if message is None else (message[:1], message[1:])
+
+
+def join_rank(address: Address, secret: bytes, rank: int) -> socket.socket:
+    """Connects a rank with another one."""
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(address)
+    else:
+        sock = socket.create_connection(address, timeout=60.0)
+        sock.settimeout(None)
+        keep_alive(sock)
     sock.sendall(secret + rank.to_bytes(_RANK_BYTES, "little"))
     return sock
 
 
-def accept_rank(listener: socket.socket, secret: bytes) -> tuple[int, socket.socket]:
-    """Returns the next rank that connects, and its socket. Raises TimeoutError after the listener's timeout."""
-    while True:
-        sock, _ = listener.accept()
+def accept_ranks(
+    listener: socket.socket, secret: bytes, ranks: Collection[int], seconds: float
+) -> dict[int, socket.socket]:
+    """The connections of these ranks, for each of which there are so many `seconds`. Raises EngineDead."""
+    found: dict[int, socket.socket] = {}
+    listener.settimeout(seconds)
+    while missing := sorted(set(ranks) - set(found)):
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise EngineDead(f"ranks {missing} did not connect within {seconds:g} s") from None
         try:
             sock.settimeout(_HELLO_SECONDS)
-            hello = receive_exactly(sock, SECRET_BYTES + _RANK_BYTES)
+            hello = receive_exactly(sock, len(secret) + _RANK_BYTES)
         except OSError:
             hello = None
-        if hello is not None and hmac.compare_digest(hello[:SECRET_BYTES], secret):
-            sock.settimeout(None)
-            keep_alive(sock)
-            return int.from_bytes(hello[SECRET_BYTES:], "little"), sock
-        sock.close()
-
-
-def open_socket(address: tuple[str, int]) -> socket.socket:
-    sock = socket.create_connection(address, timeout=60.0)
-    sock.settimeout(None)
-    keep_alive(sock)
-    return sock
+        if hello is None or not hmac.compare_digest(hello[: len(secret)], secret):
+            sock.close()
+            continue
+        sock.settimeout(None)
+        keep_alive(sock)
+        found[int.from_bytes(hello[len(secret) :], "little")] = sock
+    return found
 
 
 def keep_alive(sock: socket.socket) -> None:
     """Ends the connection about 30 s after the other node has lost power or network, and sends small messages at
     once."""
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
@@ -88,21 +126,23 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-# RankWatch: a thread that waits for the end of another process with a part of the model.
+# The end of another process with a part of the model.
 
-CLOSED_BY_PEER = getattr(select, "POLLRDHUP", select.POLLHUP)
+_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of a socket whose other end was closed, whether or not data was read."""
 _CLOSE_SECONDS = 5.0
 
 
 class RankWatch:
-    def __init__(self, files: Sequence[int], on_end: Callable[[], None], event: int = select.POLLIN) -> None:
-        """`files`: each has `event` when a process ends. `on_end` is called in the thread, once, for the first."""
+    """A thread that waits for the end of another process."""
+
+    def __init__(self, files: Sequence[int], on_end: Callable[[], None]) -> None:
+        """`files`: sockets. `on_end` is called in the thread, once, for the first whose other end is closed."""
         self._on_end = on_end
         self._stopped, self._stops = os.pipe()
         self._poll = select.poll()
         for file in files:
-            self._poll.register(file, event)
+            self._poll.register(file, _CLOSED)
         self._poll.register(self._stopped, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="slipstream-rank-watch", daemon=True)
         self._thread.start()
@@ -119,6 +159,15 @@ class RankWatch:
         ready = {file for file, _ in self._poll.poll()}
         if self._stopped not in ready:
             self._on_end()
+
+
+def ended_within(files: Sequence[int], seconds: float) -> list[int]:
+    """Indices of these sockets whose other end was closed. Waits for the first, so many `seconds` at most."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, _CLOSED)
+    ready = {file for file, _ in poll.poll(1000.0 * seconds)} if files else set()
+    return [index for index, file in enumerate(files) if file in ready]
 
 
 def wait_for_step(handle: Handle | None) -> None:

@@ -13,7 +13,6 @@ import dataclasses
 import select
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from slipstream.contracts.step import (
     NO_PAGES,
     DrawBias,
     DrawEdits,
+    Executor,
     Handle,
     Point,
     StepInterval,
@@ -36,20 +36,16 @@ from slipstream.contracts.step import (
     StepSizes,
 )
 from slipstream.device.collectives import Group
-from slipstream.ranks.link import CLOSED_BY_PEER, RankWatch, wait_for_step
+from slipstream.ranks.link import RankWatch, accept_ranks, join_rank, wait_for_step
 from slipstream.runner.runner import ModelRunner
 
 _POLL_SECONDS = 0.001  # while the host waits for the device and sizes of the next step are missing
 
 
-class SizedRunner(Protocol):
+class SizedRunner(Executor, Protocol):
     """The part of ModelRunner that a LockstepExecutor uses."""
 
     def sizes_of(self, plan: StepPlan) -> StepSizes: ...
-    def launch(self, plan: StepPlan) -> None: ...
-    def finish(self, late: DrawEdits | None = None) -> Handle: ...
-    def free_queries(self, queries: tuple[int, ...]) -> None: ...
-    def close(self) -> None: ...
 
 
 class LockstepExecutor:
@@ -61,7 +57,7 @@ class LockstepExecutor:
         self.exchange = exchange
         self.group = group
         self.is_broken = False  # set by the thread that waits for the end of another engine
-        self._watch = RankWatch(exchange.files, self._break, CLOSED_BY_PEER)
+        self._watch = RankWatch(exchange.files, self._break)
         self._last: Handle | None = None  # the newest step that was launched
         self.num_padding_steps = 0
         self._padding = padding_plan(num_groups)
@@ -284,7 +280,7 @@ class SharedExperts:
         listener = listen_for_peers(index, self._folder)
         group = Group(index, count, self._folder / "store", device=device)  # returns when all have joined: all listen
         exchange = connect_peers(index, count, listener, self._folder)
-        self._watch = RankWatch(exchange.files, group.abort, CLOSED_BY_PEER)
+        self._watch = RankWatch(exchange.files, group.abort)
         self._joined = group, exchange
         return group
 
@@ -427,21 +423,8 @@ class _Peer:
 
 def connect_peers(rank: int, size: int, listener: socket.socket, folder: Path) -> StepExchange:
     """Connects all engines with each other. Every engine must be listening before the first calls this."""
-    links: dict[int, socket.socket] = {}
-    for other in range(rank):
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.connect(str(folder / f"rank-{other}"))
-        link.sendall(bytes([rank]))
-        links[other] = link
-    deadline = time.monotonic() + _CONNECT_SECONDS
-    while len(links) < size - 1:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
-            link, _ = listener.accept()
-        except TimeoutError:
-            raise EngineDead(f"only {len(links) + 1} of {size} ranks that share experts have connected") from None
-        link.settimeout(_CONNECT_SECONDS)
-        links[link.recv(1)[0]] = link
+    links = {other: join_rank(str(folder / f"rank-{other}"), b"", rank) for other in range(rank)}
+    links |= accept_ranks(listener, b"", range(rank + 1, size), _CONNECT_SECONDS)
     listener.close()
     return StepExchange(rank, links)
 

@@ -22,7 +22,6 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.base.errors import EngineDead
 from slipstream.config.config import EngineConfig
 from slipstream.device.collectives import Group
 from slipstream.handoff.client import ClientMemory, Copies, Peer, receive_pages
@@ -39,7 +38,7 @@ from slipstream.handoff.wire import (
     receive_message,
     send_message,
 )
-from slipstream.ranks.link import SECRET_BYTES, accept_rank, join_rank, receive_exactly
+from slipstream.ranks.link import SECRET_BYTES, accept_ranks, join_rank, receive_exactly
 from slipstream.scheduler.cache.imports import NUM_THREADS
 
 log = logging.getLogger(__name__)
@@ -84,14 +83,11 @@ class RankPages:
         self._all: list[socket.socket] = []
         found: dict[int, tuple[str, int]] = {}
         with socket.create_server((group.address, 0)) as listener:
-            listener.settimeout(_CONNECT_SECONDS)
             rendezvous = _Rendezvous(group.address, listener.getsockname()[1], self._secret)
             group.store.set(_KEY, msgspec.msgpack.encode(rendezvous))
-            while len(self._all) < NUM_THREADS * (self.num_ranks - 1):
-                try:
-                    rank, link = accept_rank(listener, self._secret)
-                except TimeoutError:
-                    raise EngineDead("a rank did not connect for the exchange of pages") from None
+            numbers = range(NUM_THREADS, NUM_THREADS * self.num_ranks)
+            for number, link in accept_ranks(listener, self._secret, numbers, _CONNECT_SECONDS).items():
+                rank = number // NUM_THREADS
                 found[rank] = receive_message(link, tuple[str, int], time.monotonic() + _CONNECT_SECONDS)
                 self._links[rank - 1].put(link)
                 self._all.append(link)
@@ -158,8 +154,9 @@ class ShardPages:
             own = host if is_local else group.address, port + self._rank if port else 0
             self.server = ShardServer(own, self._identity, self._rank, memory, rendezvous.secret)
             address = "" if is_local else group.address, self.server.port
-        for _ in range(NUM_THREADS):
-            link = join_rank((rendezvous.host, rendezvous.port), rendezvous.secret, self._rank)
+        for number in range(NUM_THREADS):
+            of_link = self._rank * NUM_THREADS + number
+            link = join_rank((rendezvous.host, rendezvous.port), rendezvous.secret, of_link)
             send_message(link, address)
             threading.Thread(target=self._serve, args=(link,), name="slipstream-fetch", daemon=True).start()
 

@@ -5,7 +5,6 @@ A file is a magic line and zlib-compressed msgpack. Reading a file decodes known
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
@@ -22,6 +21,7 @@ from slipstream.base import __version__
 from slipstream.base.errors import UserError
 from slipstream.base.files import open_regular
 from slipstream.config.config import EngineConfig
+from slipstream.contracts.codec import decoder, encode
 from slipstream.contracts.step import (
     AdapterLoad,
     Admission,
@@ -114,7 +114,7 @@ class Recording(msgspec.Struct):
 
     def encode(self, *, redact: bool = False) -> bytes:
         """The content of a file. `redact`: without token ids and texts of requests."""
-        content = _ENCODER.encode(redacted(self) if redact else self)
+        content = encode(redacted(self) if redact else self)
         return MAGIC + zlib.compress(content, 1)
 
 
@@ -127,7 +127,8 @@ def decode(data: bytes, name: str) -> Recording:
         content = unpack.decompress(data[len(MAGIC) :], MAX_CONTENT)
         if not unpack.eof:
             raise UserError(f"{name} is cut off, or has more than {MAX_CONTENT} bytes; record fewer steps")
-        return _decoder().decode(content)
+        recording: Recording = decoder(Recording).decode(content)
+        return recording
     except (zlib.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"{name} cannot be read: {error}; record it again with this version") from None
 
@@ -203,32 +204,6 @@ def fingerprint(config: EngineConfig) -> str:
         except OSError:  # the file was moved since it was loaded
             digest.update(f"{file.name} cannot be read\n".encode())
     return digest.hexdigest()
-
-
-def _encode_array(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    if isinstance(value, np.generic):
-        item: object = value.item()
-        return item
-    raise TypeError(f"{type(value).__name__} cannot be recorded")
-
-
-def _decode_array(kind: type, value: object) -> object:
-    dtype, shape, data = msgspec.convert(value, tuple[str, list[int], bytes])
-    real = np.dtype(dtype)
-    if real.kind not in "iufb":
-        raise ValueError(f"{dtype} is not a type of numbers")
-    return np.frombuffer(data, real).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-
-
-@functools.cache
-def _decoder() -> msgspec.msgpack.Decoder[Recording]:
-    """Takes 9 ms to make, and most engines read no recording."""
-    return msgspec.msgpack.Decoder(Recording, dec_hook=_decode_array)
 
 
 # The folder and the files of the flight recorder, which only their user can read.

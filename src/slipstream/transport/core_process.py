@@ -23,8 +23,7 @@ from types import FrameType, TracebackType
 import msgspec
 
 from slipstream.base.errors import EngineDead, SlipstreamError
-from slipstream.base.log import set_up_child_log
-from slipstream.base.processes import die_with_parent, loading, release_signals
+from slipstream.base.processes import enter_child, loading
 from slipstream.checkpoint.locate import locate
 from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.engine.lanes import Lanes, lane_stats
@@ -181,13 +180,7 @@ class CoreProcess:
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()
-    # the front ends decide when the core exits; Ctrl-C in a terminal signals the whole process group
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    release_signals()
-    set_up_child_log()
-    faulthandler.enable()
+    enter_child()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the watchdog of a front end
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
     server = SocketServer(filter(None, front_ends), supervisor)

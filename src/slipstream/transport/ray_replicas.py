@@ -8,14 +8,11 @@ core ends; ReplicaClient starts the replica again, in a new placement group, on 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor
@@ -24,13 +21,12 @@ from typing import Any
 import msgspec
 
 from slipstream.base.errors import EngineDead, InvalidOption
-from slipstream.base.processes import child_environment
+from slipstream.base.processes import Child, start_child
 from slipstream.config.memory import ranks_share_gpu
 from slipstream.config.options import Options
-from slipstream.ranks.link import SECRET_BYTES, RankLink, join_rank, keep_alive, open_socket
+from slipstream.ranks.link import SECRET_BYTES, RankLink, accept_ranks, join_rank
 from slipstream.transport.client import CoreClient
 from slipstream.transport.replica_start import (
-    CoreHandle,
     CoreStart,
     check_processors,
     num_replicas,
@@ -92,7 +88,6 @@ class RayReplicas:
         reserved = await self._reserve(index)
         secret = secrets.token_bytes(SECRET_BYTES)
         with socket.create_server((self._ray.util.get_node_ip_address(), 0)) as listener:
-            listener.setblocking(False)
             start = msgspec.json.encode(CoreStart(self._options))
             ours = listener.getsockname()[:2]
             try:
@@ -108,7 +103,9 @@ class RayReplicas:
                 await asyncio.gather(*map(self._result, calls))
             except self._ray.exceptions.RayError as error:
                 raise EngineDead(f"replica {index} did not start on the Ray cluster: {error}") from None
-            return await SocketClient.connect(await _accept(listener, secret))
+            # it has connected before it answered
+            found = await asyncio.to_thread(accept_ranks, listener, secret, [0], _HELLO_SECONDS)
+            return await SocketClient.connect(found[0])
 
     async def ended(self, index: int) -> str | None:
         if (reserved := self._reserved.pop(index, None)) is None:
@@ -210,26 +207,6 @@ def _share_of_gpu(num_ranks: int) -> float:
     return floor(_UNITS / num_ranks) / _UNITS if ranks_share_gpu() else 1.0
 
 
-async def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
-    """The connection of the core, which has begun with the secret; others are closed."""
-    loop = asyncio.get_running_loop()
-    while True:
-        sock, _ = await loop.sock_accept(listener)
-        hello = b""
-        try:
-            while len(hello) < SECRET_BYTES:
-                part = await asyncio.wait_for(loop.sock_recv(sock, SECRET_BYTES - len(hello)), _HELLO_SECONDS)
-                if not part:
-                    break
-                hello += part
-        except (OSError, TimeoutError):
-            pass
-        if hmac.compare_digest(hello, secret):
-            keep_alive(sock)
-            return sock
-        sock.close()
-
-
 def _resources(amounts: dict[str, float]) -> str:
     return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in ("GPU", "CPU") if amounts.get(name)) or "nothing"
 
@@ -244,7 +221,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 class NodeProcess:
     def __init__(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes of children are lost
-        self._handle: CoreHandle | None = None
+        self._handle: Child | None = None
         if gpus := _given_gpus():
             os.environ[_GPUS] = gpus
 
@@ -262,8 +239,7 @@ class NodeProcess:
 
         Returns the address at which its ranks connect, with the same secret; None: there is one rank.
         """
-        sock = open_socket(front_end)
-        sock.sendall(secret)
+        sock = join_rank(front_end, secret, 0)
         asked = msgspec.json.decode(start, type=CoreStart)
         if num_ranks == 1:
             self._handle = start_core(asked, [sock], environment=environment)
@@ -276,17 +252,11 @@ class NodeProcess:
 
     def start_rank(self, core: tuple[str, int], secret: bytes, rank: int, environment: Mapping[str, str]) -> None:
         with join_rank(core, secret, rank) as sock:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.ranks.process", str(sock.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
-                pass_fds=[sock.fileno()],
-                env=child_environment(environment),
-            )
-        self._handle = CoreHandle(process)
+            file, module = sock.fileno(), "slipstream.ranks.process"
+            self._handle = start_child(f"rank {rank}", module, [file], [file], environment=environment)
 
     def wait(self, seconds: float) -> str | None:
-        """Waits for the exit of the process; see `CoreHandle.wait`."""
+        """Waits for the exit of the process; see `Child.wait`."""
         return None if self._handle is None else self._handle.wait(seconds)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +14,7 @@ import msgspec
 from slipstream.base.errors import InvalidOption
 from slipstream.base.files import OwnedFolder
 from slipstream.base.host import num_cores
-from slipstream.base.processes import child_environment, how_it_ended, signals_deferred
+from slipstream.base.processes import Child, start_child
 from slipstream.config.cache_size import CPU_SHARE
 from slipstream.config.memory import ranks_share_gpu, visible_gpus
 from slipstream.config.options import Options
@@ -40,7 +38,7 @@ class ReplicaProcesses:
         on_cpu = not self._environments[0]
         threads = max(1, num_cores() // self.count)
         self._options = [of_one_replica(each, self.count, on_cpu=on_cpu, num_threads=threads) for each in options]
-        self._handles: dict[int, CoreHandle] = {}
+        self._handles: dict[int, Child] = {}
         self._shares_experts = self.count > 1 and any(each.enable_expert_parallel for each in options)
         self._num_starts = [0] * self.count
         # engines that share experts find each other in a folder per generation: all of them end when one ends
@@ -141,31 +139,6 @@ class CoreStart(msgspec.Struct, frozen=True):
     ranks: RankLink | None = None  # where ranks of other nodes connect; None: the core starts all ranks itself
 
 
-class CoreHandle:
-    """A core process, for the process that started it."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-
-    def how_it_ended(self) -> str | None:
-        """Describes an abnormal end; None while the process runs and after a normal exit."""
-        code = self.process.poll()
-        how = how_it_ended(code)
-        if how is None:
-            return None
-        return f"the engine core {'was' if code is not None and code < 0 else 'ended with'} {how}"
-
-    def wait(self, seconds: float) -> str | None:
-        """Waits for the exit, kills the process after `seconds`, and returns what `how_it_ended` does."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return f"the engine core did not exit within {seconds:g} s and was killed"
-        return self.how_it_ended()
-
-
 def spawn_core(
     options: list[Options],
     num_front_ends: int = 1,
@@ -173,8 +146,8 @@ def spawn_core(
     environment: Mapping[str, str] = MappingProxyType({}),
     engine: int = 0,
     folder: str | None = None,
-) -> tuple[CoreHandle, list[socket.socket]]:
-    """Starts a core for these models. Returns its handle, and one socket per front end.
+) -> tuple[Child, list[socket.socket]]:
+    """Starts a core for these models. Returns its process, and one socket per front end.
 
     `supervisor`: the core's end of a socket over which more front ends can join (`join_core`). `environment`: variables
     that the core gets besides ours. `engine`, `folder`: as in CoreStart.
@@ -189,24 +162,17 @@ def start_core(
     front_ends: Sequence[socket.socket],
     supervisor: socket.socket | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> CoreHandle:
+) -> Child:
     """Starts a core process over connected sockets, which are closed here."""
-    fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in front_ends)]
+    files = [sock.fileno() for sock in front_ends]
+    given = [*files, *(() if supervisor is None else (supervisor.fileno(),))]
     others = () if start.ranks is None else (start.ranks.listener,)
-    with signals_deferred():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
-            pass_fds=[*(fd for fd in fds if fd >= 0), *others],
-            env=child_environment(environment),
-        )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(start))
-    process.stdin.close()
+    arguments = [-1 if supervisor is None else supervisor.fileno(), *files]
+    module, data = "slipstream.transport.core_process", msgspec.json.encode(start)
+    core = start_child("the engine core", module, arguments, [*given, *others], data, environment)
     for sock in front_ends:
         sock.close()
-    return CoreHandle(process)
+    return core
 
 
 def join_core(supervisor: socket.socket) -> socket.socket:

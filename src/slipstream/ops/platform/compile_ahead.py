@@ -26,6 +26,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from slipstream.base.processes import die_with_parent
+
 DryRun = Callable[[], None]
 
 _TASKS_PER_FORK = 2  # while more tasks may be submitted
@@ -221,6 +223,7 @@ def _no_garbage_collected() -> Iterator[None]:
 
 def _prepare_child(niceness: int) -> None:
     """In a child: keeps inherited device objects untouched and discards output."""
+    die_with_parent()  # whose connections it has: others see the end of a process when the last one is closed
     gc.freeze()
     os.nice(niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its children

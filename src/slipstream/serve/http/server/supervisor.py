@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import msgspec
 
 from slipstream.base.errors import InvalidOption, UserError
 from slipstream.base.files import OwnedFolder
-from slipstream.base.processes import Backoff, child_environment, signals_deferred
+from slipstream.base.processes import Backoff, start_child
 from slipstream.metrics.stats import FrontEnds, SharedCounters
 from slipstream.serve.http.server.listen import PortClaim, UnixClaim
 from slipstream.serve.http.server.settings import ServerSettings
@@ -130,20 +129,11 @@ class Supervisor:
 
     def _start(self, front_end: _FrontEnd, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
-            fds = [listener.fileno(), sock.fileno(), self._counters_fd]
-            given = [*map(str, fds), str(front_end.number), f"{self._folder.path}/responses.sqlite"]
-            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
-            with signals_deferred():
-                worker = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
-                )
-        assert worker.stdin is not None
-        try:
-            worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which other users can see
-            worker.stdin.close()
-        except BrokenPipeError:
-            pass  # it has exited already, which `_check` notices
-        front_end.process = worker
+            files = [listener.fileno(), sock.fileno(), self._counters_fd]
+            given = [*files, front_end.number, f"{self._folder.path}/responses.sqlite"]
+            name, module = f"front end {front_end.number}", "slipstream.serve.http.worker_main"
+            start = msgspec.json.encode(self.settings)
+            front_end.process = start_child(name, module, given, files, start, in_session=False).process
         if self._num_signals:
             self._send(signal.SIGTERM)  # a signal that arrived while it started
 

@@ -1,4 +1,4 @@
-"""Host time to encode a plan of decode rows, to write it to the ring of several ranks, and to decode it.
+"""Host time to encode a plan of decode rows, to send it to several ranks, and to decode it.
 
 The plan is that of a decode step: one token per row, a new page for every sixteenth row, no admissions.
 """
@@ -6,15 +6,16 @@ The plan is that of a decode step: one token per row, a new page for every sixte
 from __future__ import annotations
 
 import argparse
-import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from slipstream.contracts.codec import decoder, encode
 from slipstream.contracts.step import NO_INTS, PageUpdates, StepPlan
-from slipstream.ranks.plan_ring import PlanReader, PlanWriter, decode_plan, encode_plan
+from slipstream.ranks.link import PLAN, RankSocket
 
 
 def decode_step(num_rows: int) -> StepPlan:
@@ -50,19 +51,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     plan = decode_step(args.rows)
-    data = encode_plan(plan)
-    writer = PlanWriter(args.ranks - 1)
-    readers = [PlanReader(os.dup(files.memory), files.messages, files.acknowledgements) for files in writer.files]
+    data, decode = encode(plan), decoder(StepPlan).decode
+    pairs = [socket.socketpair() for _ in range(1, args.ranks)]
+    links = [(RankSocket(ours), RankSocket(theirs)) for ours, theirs in pairs]
+    sending = []
 
     def send() -> None:
-        writer.write(b"p", encode_plan(plan))
-        for reader in readers:
-            reader.read()
+        start = time.perf_counter()
+        data = encode(plan)
+        for link, _ in links:
+            link.send(PLAN, data)
+        sending.append(1e6 * (time.perf_counter() - start))
+        for _, other in links:
+            other.receive()
 
     print(f"{args.rows} rows, {args.ranks} ranks, {len(data)} bytes")
-    print(f"encode                    {measure(lambda: encode_plan(plan))}")
-    print(f"decode                    {measure(lambda: decode_plan(data))}")
-    print(f"encode, write, read       {measure(send)}")
+    print(f"encode                    {measure(lambda: encode(plan))}")
+    print(f"decode                    {measure(lambda: decode(data))}")
+    print(f"encode, send, receive     {measure(send)}, of which rank 0 {statistics.median(sending):.1f} us")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from slipstream import LLM, SamplingParams
-from slipstream.handoff import client
+from slipstream.handoff import mover
 
 PREFILL = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -46,22 +46,23 @@ def first_token(llm: LLM, prompts: list[list[int]], num_cached: int = 0) -> floa
 
 def measure(llm: LLM, prompts: list[list[int]], others: list[list[int]], *, by_device: bool) -> None:
     config, handoff = llm.core.config, llm.core.handoff
-    assert handoff is not None and handoff._client is not None
+    assert handoff is not None
+    peers = handoff._mover._peers
     num_tokens = len(prompts[0]) - 1
     page_bytes = sum(group.bytes_per_page for group in config.cache.groups)
     print(f"{num_tokens} tokens, {page_bytes * (num_tokens // config.cache.page_size) / 1e6:.0f} MB of pages; ", end="")
     print(f"first token after\n  computing the prompt: {first_token(llm, others) * 1e3:.0f} ms", flush=True)
     for way in ["pages by CUDA IPC"] * by_device + ["pages from shared memory", "pages over TCP"]:
         if way != "pages by CUDA IPC":
-            handoff._client.close()
-            for peer in handoff._client._peers:  # connect again, in another way
-                peer._mirror, peer._mapped = None, ("", None, None)
+            for peer in peers.values():  # connect again, in another way
+                peer.close()
+                peer._mirror = None
         if way == "pages over TCP":
-            client.MappedMemory = _refuse  # type: ignore[assignment, misc]
+            mover.MappedMemory = _refuse  # type: ignore[assignment, misc]
         llm.reset_prefix_cache()
         seconds = first_token(llm, prompts, int(num_tokens * 0.99))
         if way == "pages by CUDA IPC":
-            assert all(peer._mapped[2] is not None for peer in handoff._client._peers), "the memory was not opened"
+            assert all(peer._mapped[2] is not None for peer in peers.values()), "the memory was not opened"
         print(f"  {way}: {seconds * 1e3:.0f} ms", flush=True)
 
 

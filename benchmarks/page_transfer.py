@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.config import TransferConfig
 from slipstream.handoff.client import PageClient
-from slipstream.handoff.server import PageServer
+from slipstream.handoff.mover import PageMover
+from slipstream.handoff.server import Index, PageServer
 from slipstream.scheduler.cache.imports import NUM_THREADS
 from slipstream.scheduler.cache.tier import Reserved, Stored
 
@@ -64,7 +66,7 @@ class Slots:
 
 def serve(pipe: Connection, num_pages: int, page_bytes: int, is_shared: bool) -> None:
     slots: Any = Slots(num_pages, page_bytes, is_shared=is_shared)
-    server = PageServer(("127.0.0.1", 0), "same", slots, slots)
+    server = PageServer(("127.0.0.1", 0), 0, slots, b"", Index("same", slots, []))
     pipe.send(server.port)
     pipe.recv()
     server.close()
@@ -76,7 +78,8 @@ def measure(num_pages: int, page_bytes: int, repeat: int, num_threads: int, *, i
     child = multiprocessing.Process(target=serve, args=(other, num_pages, page_bytes, is_shared))
     child.start()
     slots: Any = Slots(num_pages, page_bytes, is_shared=False)
-    client = PageClient([("127.0.0.1", pipe.recv())], "same", slots)
+    mover = PageMover(TransferConfig(), slots, b"")
+    client = PageClient([("127.0.0.1", pipe.recv())], "same", mover)
     pages = [Reserved(0, n.to_bytes(16, "little"), n) for n in range(num_pages)]
     parts = [pages[n::num_threads] for n in range(num_threads)]
     pool = ThreadPoolExecutor(num_threads)
@@ -87,7 +90,7 @@ def measure(num_pages: int, page_bytes: int, repeat: int, num_threads: int, *, i
         jobs = [pool.submit(client.fetch, part, client.prepare(), time.monotonic() + 60) for part in parts]
         assert all(all(job.result()) for job in jobs)
         seconds.append(time.perf_counter() - started)
-    client.close()
+    mover.close()
     pipe.send(None)
     child.join()
     return seconds[1:]  # the first one connects and maps

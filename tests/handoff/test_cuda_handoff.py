@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.handoff import client
+from slipstream.handoff import mover
 from tiny import write_tiny
 
 pytestmark = pytest.mark.cuda
@@ -34,7 +34,7 @@ def raise_os_error(name: str) -> None:
 def test_a_consumer_continues_from_the_pages_of_a_producer(tmp_path, monkeypatch, way):
     folder = str(write_tiny(tmp_path, "qwen3", head_dim=64))
     if way == "TCP":
-        monkeypatch.setattr(client, "MappedMemory", raise_os_error)
+        monkeypatch.setattr(mover, "MappedMemory", raise_os_error)
     produce = {"kv_role": "kv_producer", "kv_port": 0, "kv_buffer_size": 2**24}
     monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
     with LLM(folder, **OPTIONS, kv_transfer_config=produce) as producer:
@@ -88,7 +88,8 @@ def test_pages_pass_from_device_to_device_until_the_producer_is_killed(tmp_path,
             results = llm.generate(PROMPTS[:4], GREEDY)
             assert [each.outputs[0].token_ids for each in results] == first.wanted[:4]
             assert [each.num_cached_tokens for each in results] == [(len(each) - 1) // 16 * 16 for each in PROMPTS[:4]]
-            assert llm.core.handoff._client._peers[0]._mapped[2] is not None
+            (peer,) = llm.core.handoff._mover._peers.values()
+            assert peer._mapped[2] is not None
             llm.reset_prefix_cache()
         first.process.kill()
         first.process.join()

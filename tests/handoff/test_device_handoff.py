@@ -102,7 +102,7 @@ def test_an_engine_frees_the_memory_when_it_is_closed(folder, producer):
     """Not a garbage collection in a step of another engine."""
     with make(folder, "kv_consumer", PeerDevice(1, 1), kv_peers=[address_of(producer)]) as llm:
         llm.generate(PROMPTS, GREEDY)
-        (peer,) = llm.core.handoff._client._peers
+        (peer,) = llm.core.handoff._mover._peers.values()
         mirror, of_peer = llm.core.tier.mirror, weakref.ref(peer._mapped[2])
         opened = peer._mapped[2]._memory
         assert not mirror._exported.is_closed

@@ -14,9 +14,8 @@ from slipstream.base.errors import InvalidOption
 from slipstream.config.options import make_options
 from slipstream.contracts.messages import Abort, Submit
 from slipstream.engine.build import estimate_build
-from slipstream.handoff import client
-from slipstream.handoff import server as page_listener
-from slipstream.handoff.server import PageListener
+from slipstream.handoff import mover, server
+from slipstream.handoff.server import PageServer
 from slipstream.handoff.shared_pages import MappedMemory
 from slipstream.scheduler.cache.imports import PageImports
 from tiny import write_tiny
@@ -80,9 +79,9 @@ def peer(producer) -> str:
 def test_a_consumer_continues_from_the_pages_of_a_producer(folder, wanted, peer, depth, way, monkeypatch):
     received = []
     if way == "TCP":
-        monkeypatch.setattr(client, "MappedMemory", raise_os_error)
-    right = client.receive_into
-    monkeypatch.setattr(client, "receive_into", lambda *args: received.append(right(*args)))
+        monkeypatch.setattr(mover, "MappedMemory", raise_os_error)
+    right = mover.receive_into
+    monkeypatch.setattr(mover, "receive_into", lambda *args: received.append(right(*args)))
     with make(folder, "kv_consumer", kv_peers=[peer], depth=depth) as llm:
         results = llm.generate(PROMPTS, GREEDY)
         assert tokens(results) == wanted
@@ -131,9 +130,9 @@ def test_checkpoints_of_recurrent_states_travel_with_the_pages(tmp_path, monkeyp
             assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [128, 128]
             llm.core.scheduler.check()
             llm.reset_prefix_cache()
-            right, size = page_listener.checksum, llm.core.config.cache.states.checkpoint_bytes
+            right, size = server.checksum, llm.core.config.cache.states.checkpoint_bytes
             is_state = lambda content: len(content) == size  # noqa: E731
-            monkeypatch.setattr(page_listener, "checksum", lambda name, each: right(name, each) ^ is_state(each))
+            monkeypatch.setattr(server, "checksum", lambda name, each: right(name, each) ^ is_state(each))
             results = llm.generate(prompts, GREEDY)  # states arrive damaged: computed
             assert tokens(results) == wanted and [result.num_cached_tokens for result in results] == [0, 0]
 
@@ -148,16 +147,16 @@ def test_prompts_that_no_peer_has_are_computed(folder, peer):
 
 
 def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatch):
-    right, sent = PageListener.send, []
+    right, sent = PageServer.send, []
 
-    def break_off(server, connection, page, deadline, transport):
+    def break_off(producer, connection, page, deadline, transport):
         sent.append(page)
         if len(sent) == 4:
             connection.sendall(b"\x00\x01")  # a part of a header
             raise ConnectionError
-        right(server, connection, page, deadline, transport=transport)
+        right(producer, connection, page, deadline, transport=transport)
 
-    monkeypatch.setattr(PageListener, "send", break_off)
+    monkeypatch.setattr(PageServer, "send", break_off)
     with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
         (first,) = llm.generate(PROMPTS[:1], GREEDY)
         assert first.outputs[0].token_ids == wanted[0] and first.num_cached_tokens == 12  # three pages arrived
@@ -165,13 +164,13 @@ def test_a_transfer_that_breaks_off_is_computed(folder, wanted, peer, monkeypatc
 
 
 def test_a_page_with_a_wrong_checksum_is_computed(folder, wanted, peer, monkeypatch):
-    right, num = page_listener.checksum, [0]
+    right, num = server.checksum, [0]
 
     def wrong(page_hash, content):
         num[0] += 1
         return right(page_hash, content) ^ (num[0] % 9 == 3)  # the third page of each prompt
 
-    monkeypatch.setattr(page_listener, "checksum", wrong)
+    monkeypatch.setattr(server, "checksum", wrong)
     with make(folder, "kv_consumer", kv_peers=[peer]) as llm:
         results = llm.generate(PROMPTS[:1], GREEDY)
         assert tokens(results) == wanted[:1] and results[0].num_cached_tokens == 8

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch.distributed import FileStore
 
 from patience import PATIENCE
+from slipstream.config.config import TransferConfig
+from slipstream.handoff import mover, server
 from slipstream.handoff.client import PageClient
-from slipstream.handoff.server import PageServer
-from slipstream.ranks import rank_pages
-from slipstream.ranks.rank_pages import RankPages, ShardPages
+from slipstream.handoff.mover import PageMover
+from slipstream.handoff.server import Index
+from slipstream.ranks.link import RankSocket
+from slipstream.ranks.process import run_plans
+from slipstream.ranks.ranks import RankMover
 from slipstream.scheduler.cache.tier import Reserved, Stored
 
 NUM_RANKS, NUM_SLOTS, PAGE_BYTES = 3, 8, 100
@@ -67,44 +72,46 @@ class Tier:
 class Engine:
     """The ranks of one engine, all in this process."""
 
-    def __init__(self, folder, name: str, listen: tuple[str, int] | None, content: int) -> None:
-        config = SimpleNamespace(transfer=SimpleNamespace(listen=listen))
+    def __init__(self, listen: tuple[str, int] | None, content: int, tier: Tier | None = None) -> None:
+        secret = str(content).encode()
+        transfer = TransferConfig(listen)
         self.memories = [Memory(content + rank) for rank in range(NUM_RANKS)]
-        self.shards: list[ShardPages] = []
-        store = FileStore(str(folder / name), NUM_RANKS)
-        groups = [SimpleNamespace(rank=r, size=NUM_RANKS, address="127.0.0.1", store=store) for r in range(NUM_RANKS)]
+        self.others = [PageMover(transfer, self.memories[rank], secret, rank) for rank in range(1, NUM_RANKS)]
+        self.links: list[RankSocket] = []
+        self.proxies: list[RankMover] = []
+        for other in self.others:
+            ours, theirs = map(RankSocket, socket.socketpair())
+            threading.Thread(target=run_plans, args=(None, theirs, 1, None, None, other), daemon=True).start()
+            self.links += ours, theirs
+            self.proxies.append(RankMover(ours, other.address))
+        index = Index("same", tier, [other.address for other in self.others])
+        self.mover = PageMover(transfer, self.memories[0], secret, index=index)
 
-        def start(rank: int) -> None:
-            self.shards.append(ShardPages(config, groups[rank], self.memories[rank]))
+    @property
+    def slots(self):
+        return [memory.slots for memory in self.memories]
 
-        threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(1, NUM_RANKS)]
-        for thread in threads:
-            thread.start()
-        self.ranks = RankPages(groups[0], lambda: [shard.mark() for shard in self.shards])
-        for thread in threads:
-            thread.join()
-        self.shards.sort(key=lambda shard: shard._rank)
-        self.slots = [memory.slots for memory in self.memories]
+    def close(self) -> None:
+        for link in self.links:
+            link.sock.shutdown(socket.SHUT_RDWR)
+            link.sock.close()
+        for each in (self.mover, *self.others):
+            each.close()
 
 
 @pytest.fixture
-def engines(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_pages, "identity_of", lambda config: "same")
-    producer, consumer = Engine(tmp_path, "producer", ("127.0.0.1", 0), 10), Engine(tmp_path, "consumer", None, 0)
+def engines():
     tier = Tier()
-    server = PageServer(("127.0.0.1", 0), "same", tier, producer.memories[0], producer.ranks)
-    client = PageClient([("127.0.0.1", server.port)], "same", consumer.memories[0], consumer.ranks)
+    producer, consumer = Engine(("127.0.0.1", 0), 10, tier), Engine(None, 0)
+    peers = [("127.0.0.1", producer.mover.server.port)]
+    client = PageClient(peers, "same", consumer.mover, consumer.proxies)
     yield SimpleNamespace(producer=producer, consumer=consumer, client=client, tier=tier)
-    client.close()
+    consumer.close()
     limit = time.monotonic() + PATIENCE
     while tier.num_pinned and time.monotonic() < limit:  # the server's thread sees the end of the connection
         time.sleep(0.01)
-    server.close()
+    producer.close()
     assert tier.num_pinned == 0
-    for shard in producer.shards:
-        shard.server.close()
-    producer.ranks.close()
-    consumer.ranks.close()
 
 
 def fetch(engines, seconds: float = PATIENCE) -> list[bool]:
@@ -122,21 +129,37 @@ def test_every_rank_gets_its_part(engines):
 
 
 def test_a_page_that_one_rank_does_not_get_is_a_miss(engines, monkeypatch):
-    right = rank_pages.receive_pages
+    right = mover.receive_pages
 
     def lose(connection, leased, slots, memory, arrived, deadline):
         right(connection, leased, slots, memory, arrived, deadline)
-        arrived[1] = False
+        arrived[1] = arrived[1] and memory is not engines.consumer.memories[1]
 
-    monkeypatch.setattr(rank_pages, "receive_pages", lose)
+    monkeypatch.setattr(mover, "receive_pages", lose)
     assert fetch(engines) == [True, False, True, False]
 
 
 def test_a_rank_that_has_no_server_is_a_miss(engines, caplog):
-    engines.producer.shards[1].server.close()
+    engines.producer.others[1].server.close()
     assert fetch(engines) == [False] * 4
     assert "did not arrive on rank 2" in caplog.text
     assert fetch(engines) == [False] * 4  # not asked for some seconds, and nothing hangs
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_rank_that_ends_is_a_miss(engines, is_waiting):
+    """Before rank 0 sends it the pages, or while it fetches them."""
+    memory, (link, *_) = engines.consumer.memories[1], engines.consumer.links
+
+    def end():
+        with contextlib.suppress(OSError):  # it has
+            link.sock.shutdown(socket.SHUT_RDWR)
+
+    if is_waiting:
+        memory.mark = lambda: SimpleNamespace(done=end)
+    else:
+        end()
+    assert fetch(engines, 0.5) == [False] * 4
 
 
 def test_a_rank_writes_no_slot_that_is_still_copied(engines):
@@ -146,12 +169,21 @@ def test_a_rank_writes_no_slot_that_is_still_copied(engines):
 
 
 def test_a_rank_sends_only_what_rank_0_has_leased(engines, monkeypatch):
-    monkeypatch.setattr(RankPages, "sign", lambda ranks, pages: bytes(16))
+    monkeypatch.setattr(server, "sign", lambda secret, pages: secret[:1] * 16)
+    for other in engines.producer.others:
+        other.server._secret = b"another"
     assert fetch(engines) == [False] * 4
     assert all((slots == rank).all() for rank, slots in enumerate(engines.consumer.slots[1:], 1))
 
 
-def test_another_rank_is_refused(engines, monkeypatch):
-    first, second = engines.producer.ranks.addresses
-    engines.producer.ranks.addresses = [second, first]
+def test_another_rank_is_refused(engines):
+    index = engines.producer.mover.server._index
+    engines.producer.mover.server._index = index._replace(others=index.others[::-1])
     assert fetch(engines) == [False] * 4
+
+
+def test_only_rank_0_is_asked_for_a_lease(engines):
+    _, port = engines.producer.others[0].address
+    client = PageClient([("127.0.0.1", port)], "same", engines.consumer.mover, engines.consumer.proxies)
+    pages = [Reserved(0, page_hash, slot) for slot, page_hash in enumerate(HASHES)]
+    assert client.fetch(pages, client.prepare(), time.monotonic() + PATIENCE) == [False] * 4

@@ -41,7 +41,6 @@ from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import Source, fewer_rows, model_config, resolve, resolve_dtype
-from slipstream.contracts.step import Peers
 from slipstream.device.device import Device, detect_machine, engine_state, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.draft_model import settle_draft
@@ -59,9 +58,7 @@ from slipstream.nn.update import ModelWeights
 from slipstream.ops.platform.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
 from slipstream.ranks.link import RankLink
-from slipstream.ranks.lockstep import LockstepExecutor
-from slipstream.ranks.ranks import Workers
-from slipstream.ranks.start import adapter_memory, build_ranks, rank_pages, tier_copier
+from slipstream.ranks.start import build_ranks
 from slipstream.record.recorder import Recorder
 from slipstream.runner.page_tier import PageTier
 from slipstream.runner.sampling.sampler import Sampler
@@ -119,7 +116,8 @@ def build_core(
 ) -> EngineCore:
     """Loads the weights. `folder`: of the engines that share the experts, see `SharedExperts`. `link`: where ranks of
     other nodes connect; None: they are started here."""
-    executor, runner, config = build_ranks(opened.config, link, progress=progress, device=device, folder=folder)
+    half = build_ranks(opened.config, link, progress=progress, device=device, folder=folder)
+    runner, config = half.runner, half.config
     has_one_rank = config.model.num_ranks == config.model.num_engines == 1
     constraints = None
     if config.model.generates:
@@ -132,22 +130,20 @@ def build_core(
         open_masks = sampler.open_masks if sampler is not None and has_one_rank else None
         constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine, open_masks)
     adapters = None
-    if config.adapters is not None and (memory := adapter_memory(executor, runner)) is not None:
-        adapters = Adapters[Any](config.adapters, memory, config.scheduler.max_num_seqs)
-    peers: Peers | None = executor if isinstance(executor, Workers | LockstepExecutor) else None
-    recorder = Recorder(executor, config) if config.record.num_steps else None
+    if config.adapters is not None and half.adapters is not None:
+        adapters = Adapters[Any](config.adapters, half.adapters, config.scheduler.max_num_seqs)
+    recorder = Recorder(half.executor, config) if config.record.num_steps else None
     weights = None
     if has_one_rank:
         model: Any = runner.model
         weights = ModelWeights(config.model, model, runner.device)
-    copier = tier_copier(executor, runner)
-    core = EngineCore(config, executor, constraints, adapters, recorder, weights, peers, copier)
+    core = EngineCore(config, half.executor, constraints, adapters, recorder, weights, half.peers, half.tier)
     core.memory = estimate_memory(config, opened.num_bytes).parts
     memory_tier = runner.find(PageTier)
     if config.transfer is not None and memory_tier is not None and isinstance(core.scheduler, Scheduler):
         assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
-        tier, pages = core.scheduler.cache.tier, rank_pages(executor)
-        core.join_handoff(Handoff(config, config.transfer, tier, memory_tier, pages))
+        tier = core.scheduler.cache.tier
+        core.join_handoff(Handoff(config, config.transfer, tier, memory_tier, half.movers, half.secret))
     return core
 
 

@@ -1,4 +1,4 @@
-"""PageServer: sends pages of the second cache tier to other engines, by their hashes.
+"""PageServer: sends one rank's parts of pages of the second cache tier to other engines.
 
 Each connection has a thread, which reads the tier's memory. Pages are pinned while they are leased, so their slots keep
 their content. A page that is about to be stored is waited for; all others that the tier does not have are misses.
@@ -7,13 +7,13 @@ their content. A page that is about to be stored is waited for; all others that 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -21,28 +21,29 @@ from slipstream.base.errors import InvalidOption
 from slipstream.handoff.shared_pages import DeviceSlots, MemoryServer
 from slipstream.handoff.wire import (
     DONE,
+    GRANTED,
     HEADER,
     LEASED,
-    OTHER_MODEL,
     OTHER_RANKS,
-    SAME,
+    REFUSED,
+    Ask,
     Handshake,
     Lease,
     Leased,
     PageTransport,
-    Question,
+    Take,
     checksum,
     receive,
     receive_message,
     send_message,
+    sign,
 )
 from slipstream.scheduler.cache.tier import CacheTier, Stored
 
-# PageListener: a TCP server of pages, with a thread for each connection; and how leased pages are sent.
-
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 128  # a transfer of rank 0 has two
 POLL = 0.001  # seconds between two looks at a copy that is not done
 IDLE = 3600.0  # seconds that a connection may wait for its next question
+_GRACE = 1.0  # seconds after the deadline, at which consumers stop to read, until slots may change
 
 
 class PageMemory(Protocol):
@@ -55,10 +56,22 @@ class PageMemory(Protocol):
     def shared_files(self) -> Sequence[tuple[int, int]]: ...
 
 
-class PageListener(ABC):
-    def __init__(self, address: tuple[str, int], identity: str, memory: PageMemory) -> None:
-        """`identity`: of this engine's pages. Raises InvalidOption if the address cannot be used."""
-        self.identity = identity
+class Index(NamedTuple):
+    """What rank 0 knows beside its part of the pages."""
+
+    identity: str  # of the engine's pages
+    tier: CacheTier
+    others: Sequence[tuple[str, int]]  # addresses of the servers of the other ranks
+
+
+class PageServer:
+    def __init__(
+        self, address: tuple[str, int], rank: int, memory: PageMemory, secret: bytes, index: Index | None = None
+    ) -> None:
+        """`secret`: of all ranks. `index`: of rank 0. Raises InvalidOption if the address cannot be used."""
+        self._rank = rank
+        self._secret = secret
+        self._index = index
         self.memory = memory
         try:
             self._listener = socket.create_server(address)
@@ -72,10 +85,6 @@ class PageListener(ABC):
         self.is_closed = False
         self._thread = threading.Thread(target=self._accept, name="slipstream-pages", daemon=True)
         self._thread.start()
-
-    @abstractmethod
-    def answer(self, connection: socket.socket) -> None:
-        """Read a question, and answer it. Raises OSError or MsgspecError to end the connection."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -108,13 +117,64 @@ class PageListener(ABC):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             send_message(connection, self._handshake)
             while not self.is_closed:
-                self.answer(connection)
+                self._answer(connection)
         except (OSError, msgspec.MsgspecError):
             pass  # the peer has gone, is late, or sends something else: it computes its prompt
         finally:
             with self._lock:
                 self._connections.discard(connection)
             connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Reads a question, and answers it. Raises OSError or MsgspecError to end the connection."""
+        question: Ask | Take = receive_message(connection, Ask | Take, time.monotonic() + IDLE)
+        deadline = deadline_of(question.timeout)
+        if isinstance(question, Take):
+            token = sign(self._secret, question.pages)
+            if question.rank != self._rank or not hmac.compare_digest(question.token, token):
+                connection.sendall(REFUSED)
+                return
+            connection.sendall(GRANTED)
+            for page in question.pages:
+                self.send(connection, page, deadline, transport=question.transport)
+        elif self._index is None:
+            connection.sendall(REFUSED)
+        elif question.num_ranks != (num_ranks := 1 + len(self._index.others)):
+            connection.sendall(OTHER_RANKS + bytes([num_ranks]))
+        elif question.identity != self._index.identity:
+            connection.sendall(REFUSED)
+        else:
+            connection.sendall(GRANTED)
+            self._lease(connection, question, self._index, deadline)
+
+    def _lease(self, connection: socket.socket, question: Ask, index: Index, deadline: float) -> None:
+        """Pins the pages that the tier has, until the consumer says that it has them."""
+        tier, pinned, indices = index.tier, list[Stored](), []
+        try:
+            for number, (group, page_hash) in enumerate(question.pages):
+                stored = self._pin(tier, group, page_hash, deadline) if 0 <= group < tier.num_groups else None
+                if stored is not None:
+                    pinned.append(stored)
+                    indices.append(number)
+            pages = [Leased(*stored, question.pages[i][1]) for stored, i in zip(pinned, indices, strict=True)]
+            send_message(connection, Lease(indices, pages, list(index.others), sign(self._secret, pages)))
+            if receive(connection, 1, deadline + _GRACE) != DONE:
+                raise ConnectionError("the peer sent something else")
+            connection.sendall(LEASED)
+        finally:
+            for stored in pinned:
+                tier.unpin(stored)
+
+    def _pin(self, tier: CacheTier, group: int, page_hash: bytes, deadline: float) -> Stored | None:
+        """The pinned slot of a page, once its store is planned; None: a miss."""
+        while True:
+            is_pending = tier.is_pending(group, page_hash)  # before `pin`: it may be stored in between
+            stored = tier.pin(group, page_hash)
+            if stored is not None:
+                return stored
+            if not is_pending or self.is_closed or time.monotonic() > deadline:
+                return None
+            time.sleep(POLL)
 
     def send(self, connection: socket.socket, page: Leased, deadline: float, *, transport: PageTransport) -> None:
         """Send the header and, unless the peer reads the memory itself, the bytes of a page, once its store is done."""
@@ -149,84 +209,3 @@ class PageListener(ABC):
 def deadline_of(timeout: float) -> float:
     """On the clock of time.monotonic; `timeout`: what a peer has sent."""
     return time.monotonic() + min(max(timeout if math.isfinite(timeout) else 0.0, 0.0), 600.0)
-
-
-_GRACE = 1.0  # seconds after the deadline, at which consumers stop to read, until slots may change
-
-
-class RankServers(Protocol):
-    """The servers of the other ranks, which have parts of the same pages."""
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]: ...
-    def sign(self, pages: list[Leased]) -> bytes: ...
-
-
-class PageServer(PageListener):
-    def __init__(
-        self,
-        address: tuple[str, int],
-        identity: str,
-        tier: CacheTier,
-        memory: PageMemory,
-        ranks: RankServers | None = None,
-    ) -> None:
-        """`ranks`: None if one rank has the whole model."""
-        self._tier = tier
-        self._num_groups = tier.num_groups
-        self._ranks = ranks
-        super().__init__(address, identity, memory)
-
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self._ranks is None else 1 + len(self._ranks.addresses)
-
-    def answer(self, connection: socket.socket) -> None:
-        question = receive_message(connection, Question, time.monotonic() + IDLE)
-        if question.num_ranks != self._num_ranks:
-            connection.sendall(OTHER_RANKS + bytes([self._num_ranks]))
-            return
-        if question.identity != self.identity:
-            connection.sendall(OTHER_MODEL)
-            return
-        deadline = deadline_of(question.timeout)
-        connection.sendall(SAME)
-        pinned: list[Stored] = []
-        try:
-            lease = self._lease(question, pinned, deadline)
-            send_message(connection, lease)
-            for page in lease.pages:
-                self.send(connection, page, deadline, transport=question.transport)
-            # the consumer reads itself, or other ranks send their parts
-            if self._ranks is not None or question.transport is not PageTransport.TCP:
-                if receive(connection, 1, deadline + _GRACE) != DONE:
-                    raise ConnectionError("the peer sent something else")
-                connection.sendall(LEASED)
-        finally:
-            for stored in pinned:
-                self._tier.unpin(stored)
-
-    def _lease(self, question: Question, pinned: list[Stored], deadline: float) -> Lease:
-        """The slots of the pages that the tier has. They are added to `pinned`."""
-        lease = Lease([], [])
-        for index, (group, page_hash) in enumerate(question.pages):
-            stored = self._pin(group, page_hash, deadline) if 0 <= group < self._num_groups else None
-            if stored is not None:
-                pinned.append(stored)
-                lease.indices.append(index)
-                lease.pages.append(Leased(*stored, page_hash))
-        if self._ranks is not None:
-            lease.ranks = self._ranks.addresses
-            lease.token = self._ranks.sign(lease.pages)
-        return lease
-
-    def _pin(self, group: int, page_hash: bytes, deadline: float) -> Stored | None:
-        """The pinned slot of a page, once its store is planned; None: a miss."""
-        while True:
-            is_pending = self._tier.is_pending(group, page_hash)  # before `pin`: it may be stored in between
-            stored = self._tier.pin(group, page_hash)
-            if stored is not None:
-                return stored
-            if not is_pending or self.is_closed or time.monotonic() > deadline:
-                return None
-            time.sleep(POLL)

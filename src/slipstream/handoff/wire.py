@@ -1,18 +1,16 @@
 """The protocol by which engines exchange KV cache pages over TCP.
 
-A producer opens every connection with a Handshake. A consumer sends questions: a length and a msgpack object. The
-producer answers with a byte that says whether both engines store the same pages for the same hashes. Then comes a
-Lease: the slots of the pages, which keep their content until the end of the question; and for each page of the lease in
-order a header (size and checksum, 0 for a page that is late) and the bytes of the page. A connection has any number of
-questions.
+Every rank of a model has a part of each page, serves it, and fetches it from the same rank of another engine. A
+producer opens every connection with a Handshake. Questions are a length and a msgpack object; a connection has any
+number of them.
 
-Where several ranks share a model, every rank has a part of each page. The question goes to rank 0, which has the index;
-each rank of the consumer sends the lease to the same rank of the producer, and gets its part of the pages. Rank 0 of
-the consumer sends DONE when all its ranks have received their parts.
-
-A consumer that has mapped the producer's memory or opened its device's (`shared_pages.py`), asks
-for headers alone, and also sends DONE. The producer answers DONE with LEASED while the pages still are. Pages that came
-from device memory count only then: they have no checksum, and what was read under a lease was not overwritten.
+Rank 0, which has the index, asks (Ask) rank 0 of the producer. The answer is a byte that says whether both engines
+store the same pages for the same hashes, then a Lease: the slots of the pages, which keep their content until the end
+of the question. Each rank of the consumer takes its part (Take): for each page of the lease in order it gets a header
+(size and checksum, 0 for a page that is late) and the bytes of the page. Where a consumer has mapped the producer's
+memory, or opened its device's (`shared_pages.py`), it takes headers alone. When all ranks have their parts, rank 0
+sends DONE, which is answered with LEASED while the pages still are. Pages that came from device memory count only then:
+they have no checksum, and what was read under a lease was not overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import socket
 import struct
 import time
 import zlib
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,12 +31,10 @@ from slipstream.record.record_file import fingerprint
 
 LENGTH = struct.Struct("<I")
 HEADER = struct.Struct("<QI")  # bytes of the page, checksum
-OTHER_MODEL, SAME, OTHER_RANKS = b"\x00", b"\x01", b"\x02"
+REFUSED, GRANTED, OTHER_RANKS = b"\x00", b"\x01", b"\x02"
 DONE, LEASED = b"d", b"h"
 MAX_MESSAGE = 2**26  # bytes
 _BLOCK = 2048  # bytes of a page that are added to the sums at once
-
-T = TypeVar("T")
 
 
 class PageTransport(enum.Enum):
@@ -53,12 +49,13 @@ class Handshake(msgspec.Struct, array_like=True):
     memory: str  # name of the socket that gives the producer's memory to processes of the same host; "": none
 
 
-class Question(msgspec.Struct, array_like=True):
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Of rank 0: which pages are there?"""
+
     identity: str
     num_ranks: int
     timeout: float  # seconds that the producer may take
     pages: list[tuple[int, bytes]]  # group and hash
-    transport: PageTransport = PageTransport.TCP
 
 
 class Leased(msgspec.Struct, array_like=True, frozen=True):
@@ -73,19 +70,23 @@ class Leased(msgspec.Struct, array_like=True, frozen=True):
 class Lease(msgspec.Struct, array_like=True):
     indices: list[int]  # of the pages in the question
     pages: list[Leased]
-    ranks: list[tuple[str, int]] = []  # where the ranks above 0 serve their parts; "": at the host of rank 0
-    token: bytes = b""  # proves to them that rank 0 gave the lease
+    others: list[tuple[str, int]]  # where the ranks above 0 serve their parts; "": at the host of rank 0
+    token: bytes  # proves to all ranks that rank 0 gave the lease
 
 
-class ShardQuestion(msgspec.Struct, array_like=True):
-    """The question of a rank above 0, for its part of pages."""
+class Take(msgspec.Struct, array_like=True, tag="take"):
+    """Of every rank: its part of leased pages."""
 
-    identity: str
     rank: int
     timeout: float
     pages: list[Leased]
     token: bytes
-    transport: PageTransport = PageTransport.TCP
+    transport: PageTransport
+
+
+def sign(secret: bytes, pages: list[Leased]) -> bytes:
+    """The token of a lease: only rank 0 knows which pages are in the slots."""
+    return hashlib.blake2b(msgspec.msgpack.encode(pages), key=secret, digest_size=16).digest()
 
 
 def checksum(page_hash: bytes, content: memoryview | bytes) -> int:
@@ -121,7 +122,7 @@ def send_message(connection: socket.socket, message: Any) -> None:
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
-def receive_message(connection: socket.socket, kind: type[T], deadline: float) -> T:
+def receive_message(connection: socket.socket, kind: Any, deadline: float) -> Any:
     """Raises OSError, or MsgspecError if the message is another one."""
     (size,) = LENGTH.unpack(receive(connection, LENGTH.size, deadline))
     if size > MAX_MESSAGE:

@@ -36,12 +36,15 @@ class RankStart(msgspec.Struct, frozen=True):
     config: EngineConfig
     address: str  # of rank 0
     store: str | int  # in which the ranks find each other: a file, or the port of a TCPStore at the address of rank 0
+    secret: bytes  # of the ranks, for the exchange of pages with other engines
 
 
-START, PLAN, FINISH, LATE, FREE, ADAPTER, TIER, MARK, END = b"s", b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"
+START, PLAN, FINISH, LATE, FREE, ADAPTER, TIER, FETCH, END = b"s", b"p", b"f", b"l", b"q", b"a", b"t", b"m", b"e"
 """Kinds of messages to a rank."""
-READY = b"r"
-"""Kind of a message to rank 0: the rank has loaded its part."""
+READY, FETCHED = b"r", b"g"
+"""Kinds of messages to rank 0: the rank has loaded its part; an answer to FETCH."""
+STARTED = "started/{}"
+"""What a rank sends when it needs the store no longer: where it serves its parts of pages."""
 
 
 class RankSocket:
@@ -49,11 +52,14 @@ class RankSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._sending = threading.Lock()
         sock.set_inheritable(False)  # the other side must see the end of this process, whatever it has started
 
     def send(self, kind: bytes, data: bytes = b"") -> None:
-        """Raises OSError if the connection has ended."""
-        self.sock.sendall(b"".join([(len(data) + 1).to_bytes(_LENGTH_BYTES, "little"), kind, data]))
+        """From any thread. Raises OSError if the connection has ended."""
+        message = b"".join([(len(data) + 1).to_bytes(_LENGTH_BYTES, "little"), kind, data])
+        with self._sending:
+            self.sock.sendall(message)
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The kind and the data of the next message; None: the connection has ended."""

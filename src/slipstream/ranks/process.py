@@ -5,9 +5,12 @@ The process runs the plans of rank 0, in their order, until these say so or rank
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import threading
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,25 +19,27 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from slipstream.base.processes import enter_child
-from slipstream.contracts.codec import decoder
+from slipstream.contracts.codec import decoder, encode
 from slipstream.contracts.step import DrawEdits, Executor, Handle, StepPlan, TierCopier, TierPlan
 from slipstream.device.collectives import TIMEOUT, Group
+from slipstream.handoff.mover import Copies, Fetch, PageMover, wait_until
 from slipstream.ranks.link import (
     ADAPTER,
     END,
+    FETCH,
+    FETCHED,
     FINISH,
     FREE,
     LATE,
-    MARK,
     PLAN,
     READY,
     START,
+    STARTED,
     TIER,
     RankSocket,
     RankStart,
 )
-from slipstream.ranks.rank_pages import ShardPages
-from slipstream.ranks.ranks import STARTED, AdapterMemory, AdapterMessage
+from slipstream.ranks.ranks import AdapterMemory, AdapterMessage
 from slipstream.runner.build import build_runner
 from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.page_tier import PageTier
@@ -66,11 +71,14 @@ def run_rank(link: RankSocket) -> ModelRunner | None:
         return joined[0]
 
     runner, _ = build_runner(config, join=join)
-    pages, tier = None, runner.find(PageTier)
+    mover, tier = None, runner.find(PageTier)
     if config.transfer is not None and tier is not None:
-        pages = ShardPages(config, joined[0], tier)
-    joined[0].send(STARTED.format(config.model.rank), b"")
-    run_plans(runner, link, config.scheduler.depth, runner.find(AdapterStore), tier, pages)
+        node = "" if address == start.address else address
+        mover = PageMover(config.transfer, tier, start.secret, config.model.rank, node)
+    joined[0].send(STARTED.format(config.model.rank), encode(("", 0) if mover is None else mover.address))
+    run_plans(runner, link, config.scheduler.depth, runner.find(AdapterStore), tier, mover)
+    if mover is not None:
+        mover.close()
     return runner
 
 
@@ -80,11 +88,12 @@ def run_plans(
     depth: int,
     memory: AdapterMemory | None = None,
     tier: TierCopier | None = None,
-    pages: ShardPages | None = None,
+    mover: PageMover | None = None,
 ) -> None:
-    """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended. `pages`: what this
-    rank exchanges with other engines."""
+    """Runs plans until they end. At most `depth` steps are ahead of the oldest that has not ended. `mover`: if pages
+    are exchanged with other engines."""
     in_flight: deque[Handle] = deque()
+    fetches = None if mover is None else RankFetches(mover, link)
     adapters = None if memory is None else RankReads(memory)
     decode_plan = decoder(StepPlan).decode
     while (message := link.receive()) is not None:
@@ -106,9 +115,9 @@ def run_plans(
         elif kind == TIER:
             assert tier is not None, "the cache has no second tier"
             tier.copy(decoder(TierPlan).decode(data))
-        elif kind == MARK:
-            assert pages is not None, "no pages are exchanged"
-            pages.mark()
+        elif kind == FETCH:
+            assert fetches is not None, "no pages are exchanged"
+            fetches.start(*decoder(tuple[int, Fetch]).decode(data))
         elif kind == END:
             for handle in in_flight:  # other ranks may still read this one's memory
                 handle.wait_until_ended()
@@ -138,6 +147,28 @@ class RankReads:
     def _wait(self, buffer: int) -> None:
         if (read := self._reads.pop(buffer, None)) is not None:
             read.result()
+
+
+class RankFetches:
+    """The pages that another rank fetches for rank 0, which waits for the answers."""
+
+    def __init__(self, mover: PageMover, link: RankSocket) -> None:
+        self._mover = mover
+        self._link = link
+
+    def start(self, number: int, fetch: Fetch) -> None:
+        """Fetches into slots once all copies that were planned so far are done."""
+        given = number, fetch, self._mover.memory.mark(), time.monotonic() + fetch.timeout
+        threading.Thread(target=self._run, args=given, name="slipstream-fetch", daemon=True).start()
+
+    def _run(self, number: int, fetch: Fetch, copies: Copies, deadline: float) -> None:
+        arrived = [False] * len(fetch.pages)
+        try:
+            if wait_until(copies.done, deadline):
+                arrived = self._mover.fetch(fetch, deadline)
+        finally:
+            with contextlib.suppress(OSError):  # rank 0 has ended
+                self._link.send(FETCHED, encode((number, arrived)))
 
 
 if __name__ == "__main__":

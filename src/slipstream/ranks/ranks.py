@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from slipstream.base.files import OwnedFolder, open_regular
 from slipstream.base.processes import Child, how_it_ended, start_child
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import rank_environment, visible_gpus
-from slipstream.contracts.codec import encode
+from slipstream.contracts.codec import decoder, encode
 from slipstream.contracts.step import (
     DrawEdits,
     Executor,
@@ -42,15 +43,18 @@ from slipstream.contracts.step import (
     TierPlan,
 )
 from slipstream.device.collectives import TIMEOUT, Group, announce_end
+from slipstream.handoff.mover import Fetch
 from slipstream.ranks.link import (
     ADAPTER,
     END,
+    FETCH,
     FINISH,
     FREE,
     LATE,
-    MARK,
     PLAN,
+    SECRET_BYTES,
     START,
+    STARTED,
     TIER,
     RankLink,
     RankSocket,
@@ -60,10 +64,7 @@ from slipstream.ranks.link import (
     ended_within,
     wait_for_step,
 )
-from slipstream.ranks.rank_pages import RankPages
 
-STARTED = "started/{}"
-"""What a rank sends when it needs the store no longer."""
 _CONNECT_SECONDS = 120.0  # for a rank of another node to connect, before it loads its part
 _EXIT_SECONDS = 5.0
 
@@ -82,6 +83,7 @@ class Ranks:
         self.death: str | None = None  # the first rank that ended, and how
         self.children: Sequence[Child] = ()  # the processes of the ranks, if they were started here
         self.folder: OwnedFolder | None = None  # of the store, if it is a file
+        self.secret = secrets.token_bytes(SECRET_BYTES)
         self._store: Path | Store | None = store
         self._address = address
         self._watch: RankWatch | None = None
@@ -90,7 +92,7 @@ class Ranks:
         where = str(store) if isinstance(store, Path) else store.port if isinstance(store, TCPStore) else ""
         for rank in range(1, self.num_ranks):
             with contextlib.suppress(OSError):  # `wait_until_loaded` reports that it has ended
-                self.links[rank - 1].send(START, encode(RankStart(config.of_rank(rank), address, where)))
+                self.links[rank - 1].send(START, encode(RankStart(config.of_rank(rank), address, where, self.secret)))
 
     @property
     def file(self) -> int:
@@ -125,13 +127,14 @@ class Ranks:
         assert self._store is not None, "the ranks have started"
         return Group(0, self.num_ranks, self._store, self._address, device)
 
-    def started(self) -> None:
-        """Waits until no rank needs the store any longer."""
+    def started(self) -> list[tuple[str, int]]:
+        """Waits until no rank needs the store any longer. Returns where each serves its parts of pages."""
         assert self.group is not None, "the ranks have not joined"
-        for rank in range(1, self.num_ranks):
-            self.group.receive(STARTED.format(rank))
+        decode = decoder(tuple[str, int]).decode
+        addresses = [decode(self.group.receive(STARTED.format(rank))) for rank in range(1, self.num_ranks)]
         if not self.group.is_nccl:  # which may read it at any time
             self._remove_store()  # now, since nothing removes a file where all ranks are killed
+        return addresses
 
     def dead_rank(self, seconds: float = 0.0) -> str | None:
         """Describes a rank that has ended; `seconds`: time to wait for one."""
@@ -274,7 +277,6 @@ class Workers:
         self.adapters = adapters
         self._tier = tier
         self._ranks = ranks
-        self.pages: RankPages | None = None  # set if pages are exchanged with other engines
         self._last: Handle | None = None  # the newest step
         self._is_closed = False
 
@@ -304,10 +306,6 @@ class Workers:
         assert self._tier is not None, "the cache has no second tier"
         self._ranks.write(TIER, encode(plan))
         self._tier.copy(plan)
-
-    def write_mark(self) -> None:
-        """Tells the other ranks that slots of the second tier are reserved after the plans so far."""
-        self._ranks.write(MARK)
 
     # For the loop of the core, which may have nothing to launch
 
@@ -355,6 +353,44 @@ class WorkerHandle:
 
     def wait_until_ended(self) -> None:
         self._ranks.explained(self._handle.wait_until_ended)
+
+
+class RankMover:
+    """The PageMover of another rank, which fetches its parts of pages when rank 0 does."""
+
+    def __init__(self, link: RankSocket, address: tuple[str, int]) -> None:
+        """`address`: where the rank serves its parts."""
+        self.address = address
+        self._link = link
+        self._calls: dict[int, Future[list[bool] | None]] = {}
+        self._num_calls = 0
+        self._has_ended = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._receive, name="slipstream-fetched", daemon=True).start()
+
+    def start(self, fetch: Fetch) -> Callable[[], list[bool]]:
+        """The rank fetches after the copies of all plans that were sent before. The result waits for it."""
+        call: Future[list[bool] | None] = Future()
+        with self._lock:
+            self._num_calls += 1
+            number = self._num_calls
+            self._calls[number] = call
+            if self._has_ended:
+                call.set_result(None)
+        with contextlib.suppress(OSError):  # it has ended, and so will the engine
+            self._link.send(FETCH, encode((number, fetch)))
+        return lambda: call.result() or [False] * len(fetch.pages)
+
+    def _receive(self) -> None:
+        decode = decoder(tuple[int, list[bool]]).decode
+        while (message := self._link.receive()) is not None:
+            number, arrived = decode(message[1])
+            self._calls.pop(number).set_result(arrived)
+        with self._lock:
+            self._has_ended = True
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.set_result(None)
 
 
 # LoRA adapters of a model that several ranks share: every rank reads its part of an adapter from the same folder.

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.config.config import EngineConfig
-from slipstream.contracts.step import Executor, TierCopier
+from slipstream.contracts.step import Executor, Peers, TierCopier
 from slipstream.device.device import Device
+from slipstream.handoff.client import OtherMover
 from slipstream.ranks.link import RankLink
 from slipstream.ranks.lockstep import SharedExperts
-from slipstream.ranks.rank_pages import RankPages
-from slipstream.ranks.ranks import AdapterMemory, RankAdapters, Ranks, Workers, accepted_ranks, start_ranks
+from slipstream.ranks.ranks import (
+    AdapterMemory,
+    RankAdapters,
+    RankMover,
+    Ranks,
+    Workers,
+    accepted_ranks,
+    start_ranks,
+)
 from slipstream.runner.build import build_runner
 from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.page_tier import PageTier
 from slipstream.runner.runner import ModelRunner
+
+
+class DeviceHalf(NamedTuple):
+    """Of one engine, over all its ranks."""
+
+    executor: Executor
+    runner: ModelRunner  # of rank 0
+    config: EngineConfig  # with the size of cache that was found to fit
+    adapters: AdapterMemory | None  # to which adapters are read; None: the engine has none
+    tier: TierCopier | None  # None: the cache has no second tier
+    peers: Peers | None = None  # the executor, if other processes take part in its steps
+    movers: Sequence[OtherMover] = ()  # of the ranks above 0, if pages are exchanged with other engines
+    secret: bytes | None = None  # that these ranks have
 
 
 def build_ranks(
@@ -24,50 +47,33 @@ def build_ranks(
     progress: bool = False,
     device: Device | None = None,
     folder: Path | None = None,
-) -> tuple[Executor, ModelRunner, EngineConfig]:
-    """The executor, which is the runner itself with one rank; the runner of rank 0; and the configuration with the size
-    of cache that was found to fit. `link`: where ranks of other nodes connect; None: they are started here. `folder`:
-    of the engines that share the experts, see `SharedExperts`."""
+) -> DeviceHalf:
+    """`link`: where ranks of other nodes connect; None: they are started here. `folder`: of the engines that share the
+    experts, see `SharedExperts`."""
     if config.model.num_engines > 1:
         assert folder is not None, "engines that share experts are started together"
         experts = SharedExperts(config, folder)
         runner, config = build_runner(config, progress=progress, device=device, join=experts.join)
-        return experts.executor(runner), runner, config
+        executor = experts.executor(runner)
+        return DeviceHalf(executor, runner, config, runner.find(AdapterStore), runner.find(PageTier), executor)
     ranks = _open_ranks(config, link)
     if ranks is None:
         runner, config = build_runner(config, progress=progress, device=device)
-        return runner, runner, config
+        return DeviceHalf(runner, runner, config, runner.find(AdapterStore), runner.find(PageTier))
     try:
         runner, config = ranks.explained(
             lambda: build_runner(config, progress=progress, device=device, join=ranks.join)
         )
-        own_adapters = runner.find(AdapterStore)
+        own_adapters, own_tier = runner.find(AdapterStore), runner.find(PageTier)
         adapters = None if own_adapters is None else RankAdapters(own_adapters)
-        workers = Workers(runner, ranks, adapters, runner.find(PageTier))
-        if config.transfer is not None:
-            assert ranks.group is not None
-            workers.pages = RankPages(ranks.group, workers.write_mark)
-        ranks.explained(ranks.started)
+        workers = Workers(runner, ranks, adapters, own_tier)
+        addresses = ranks.explained(ranks.started)
     except BaseException:
         ranks.kill()
         raise
-    return workers, runner, config
-
-
-def rank_pages(executor: Executor) -> RankPages | None:
-    """The other ranks as far as they exchange pages with other engines; None: there are none."""
-    return executor.pages if isinstance(executor, Workers) else None
-
-
-def tier_copier(executor: Executor, runner: ModelRunner) -> TierCopier | None:
-    """Copies pages on all ranks; None: the cache has no second tier."""
-    tier = runner.find(PageTier)
-    return executor if isinstance(executor, Workers) and tier is not None else tier
-
-
-def adapter_memory(executor: Executor, runner: ModelRunner) -> AdapterMemory | None:
-    """The memory to which adapters are read, on all ranks; None: the engine has no adapters."""
-    return executor.adapters if isinstance(executor, Workers) else runner.find(AdapterStore)
+    tier = None if own_tier is None else workers
+    movers = [] if config.transfer is None else list(map(RankMover, ranks.links, addresses))
+    return DeviceHalf(workers, runner, config, adapters, tier, workers, movers, ranks.secret)
 
 
 def _open_ranks(config: EngineConfig, link: RankLink | None) -> Ranks | None:

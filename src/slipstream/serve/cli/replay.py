@@ -74,15 +74,14 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"the model {config.model.path} is not on this machine; give --model, or --check-only")
     if (found := fingerprint(config)) != recording.fingerprint:
         raise UserError(f"the weights in {config.model.path} are others ({found}, not {recording.fingerprint})")
-    from slipstream.ranks.start import adapter_memory, build_ranks  # imports torch
+    from slipstream.ranks.start import build_ranks  # imports torch
 
-    executor, runner, _ = build_ranks(config)
+    half = build_ranks(config)
     try:
-        memory = adapter_memory(executor, runner)
-        adapters = None if memory is None else ReplayedAdapters(memory, folders)
-        return _finish(args, replay(recording, executor, adapters))
+        adapters = None if half.adapters is None else ReplayedAdapters(half.adapters, folders)
+        return _finish(args, replay(recording, half.executor, adapters))
     finally:
-        executor.close()
+        half.executor.close()
 
 
 def _replay_config(recording: Recording, model: str | None) -> EngineConfig:

@@ -41,21 +41,23 @@ def test_device_times_follow_the_devices_clock_and_the_launch():
     log = StepLog({"one": core})
     now = [100.0]
     lane = LaneLog(log, 0, core, clock=lambda: now[0])
-    core.submit(submit("a", [1, 2], max_tokens=4))
+    core.submit(submit("a", [1, 2], max_tokens=5))
     for seconds, ends in (
         (0.5625, (0.5, 0.0, 0.0, "no_requests")),
         (1.0, (0.25, 0.125, 0.0, "turnaround")),
         (7.0, (0.25, 5.0, 0.5, "host_late")),
         (0.5, (0.25, 9.0, 0.0, "host_late")),
+        (0.0, (0.25, 0.125, 0.0, "turnaround")),
     ):
         lane.launched(core.scheduler.plan(), 0.01)
         now[0] += seconds
         lane.ended(*ends)
-    first, second, third, fourth = log.steps
+    first, second, third, fourth, fifth = log.steps
     assert (first.start, first.end) == (100.0, 100.5)
     assert (second.start, second.end) == (100.625, 100.875)
     assert (third.start, third.end) == (105.875, 106.625), "it waited for a mask"
     assert (fourth.start, fourth.end) == (108.8125, 109.0625), "the device's clock is ahead: the step has ended"
+    assert (fifth.start, fifth.end) == (109.0625, 109.3125), "steps do not overlap"
 
 
 def test_an_inspector_logs_while_it_is_asked():

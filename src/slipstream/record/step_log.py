@@ -123,8 +123,8 @@ class LaneLog:
         drafts, accepted = self._accepted.popleft() if self._accepted else (0, 0)
         # not before the launch began, and not so late that the step would still run
         latest = self._clock() - busy - late
-        if log.device_end:
-            start = min(max(log.device_end + gap, launched - host), latest)
+        if log.device_end:  # a guess: where it was late, this step begins at once
+            start = max(log.device_end, min(max(log.device_end + gap, launched - host), latest))
         else:
             start = min(launched, latest)
         log.device_end = end = start + busy + late

@@ -74,8 +74,8 @@ def die_with_parent() -> None:
 
 
 def enter_child() -> None:
-    """What a core or rank calls first. It ends with its parent, which alone decides when: Ctrl-C in a terminal signals
-    the whole process group."""
+    """The first call of a core or rank. It ends with its parent, which alone decides when: Ctrl-C in a terminal
+    signals the whole process group."""
     die_with_parent()
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)

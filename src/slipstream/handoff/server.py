@@ -57,7 +57,7 @@ class PageMemory(Protocol):
 
 
 class Index(NamedTuple):
-    """What rank 0 knows beside its part of the pages."""
+    """The knowledge of rank 0 beside its part of the pages."""
 
     identity: str  # of the engine's pages
     tier: CacheTier

@@ -31,7 +31,7 @@ class RankLink(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a rank is started with, as msgpack."""
+    """The data of the first message to a rank."""
 
     config: EngineConfig
     address: str  # of rank 0

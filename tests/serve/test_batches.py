@@ -500,6 +500,26 @@ def test_a_line_that_raises_no_exception_fails_alone(folder, tmp_path, monkeypat
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("failure", [Panic("a panic"), asyncio.CancelledError()])
+def test_a_result_that_storing_loses_fails_the_batch(folder, tmp_path, monkeypatch, fast, failure):
+    """A task that ends by a CancelledError counts as cancelled, not as failed: the line would be missing."""
+
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            add = door.state.batches.store.add_result
+
+            def explode(owner, id, index, *args):
+                if index == 1:
+                    raise failure
+                return add(owner, id, index, *args)
+
+            monkeypatch.setattr(door.state.batches.store, "add_result", explode)
+            done = await until(door, await create(door, [line("a"), line("b"), line("c")]), "completed", "failed")
+            assert done["status"] == "failed" and done["errors"]["data"][0]["code"] == "internal_error"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("cancels", [False, True])
 def test_a_batch_that_fills_the_disk_fails_when_there_is_space_again(folder, tmp_path, fast, cancels):
     """Its end needs space too: the files of its results."""

@@ -14,14 +14,14 @@ COMMANDS = {
     },
     "Ollama": {
         "run": "to talk to a model: slipstream chat --model {name}",
-        "pull": "models of the Hugging Face hub are downloaded when they are first named (ORG/NAME), and those that "
-        "Ollama has pulled run by name: slipstream chat --model {name}",
+        "pull": "hub models (ORG/NAME) are downloaded when first named, and those that Ollama has pulled run by name: "
+        "slipstream chat --model {name}",
         "list": "of a running server: curl 127.0.0.1:8000/v1/models",
         "ps": "for the models and load of a running server: slipstream top",
         "show": "for the configuration and memory of a model: slipstream plan --model {name}",
         "stop": "models stay loaded until their server ends",
         "rm": "files of models are not removed by Slipstream",
-        "create": "a model is a folder or a .gguf file; flags of slipstream serve take the place of a Modelfile",
+        "create": "flags of slipstream serve take the place of a Modelfile",
     },
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ def test_one_caller_does_not_wait_for_all_calls_of_another() -> None:
     for call in calls:
         call.result(PATIENCE)
     assert gate.order == ["a", "b", "a"]
-    gate.threads.close()
+    gate.threads.close(wait=True)
 
 
 def test_a_call_that_is_cancelled_leaves_the_queue_at_once() -> None:
@@ -92,7 +92,7 @@ def test_a_call_that_is_cancelled_leaves_the_queue_at_once() -> None:
     second.result(PATIENCE)
     third.result(PATIENCE)
     assert gate.order == ["a", "a"]
-    gate.threads.close()
+    gate.threads.close(wait=True)
 
 
 def test_the_program_itself_has_no_limit_and_errors_go_to_the_caller() -> None:
@@ -102,16 +102,33 @@ def test_the_program_itself_has_no_limit_and_errors_go_to_the_caller() -> None:
     for call in calls:
         with pytest.raises(ZeroDivisionError):
             call.result(PATIENCE)
-    gate.threads.close()
+    gate.threads.close(wait=True)
 
 
 def test_calls_that_wait_are_cancelled_at_the_end() -> None:
     gate = _Gate()
     waiting = gate.submit("a")
-    closing = threading.Thread(target=gate.threads.close)
+    closing = threading.Thread(target=gate.threads.close, kwargs={"wait": True})
     closing.start()
     with pytest.raises(CancelledError):
         waiting.result(PATIENCE)
     gate.open.set()
     closing.join(PATIENCE)
     assert gate.order == []
+
+
+def test_a_call_that_hangs_holds_up_no_end() -> None:
+    gate = _Gate()
+    gate.threads.close(wait=False)
+    gate.open.set()
+
+
+def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
+    threads = FairThreads(3, "several", 9, "images")
+    together = threading.Barrier(3)
+    for _ in range(3):  # also when the threads are idle
+        for call in [threads.submit("a", lambda: together.wait(PATIENCE)) for _ in range(3)]:
+            call.result(PATIENCE)
+    assert len(threads._threads) == 3
+    threads.close(wait=True)
+    assert not any(thread.is_alive() for thread in threads._threads)

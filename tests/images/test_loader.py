@@ -205,7 +205,7 @@ def test_a_decoder_that_needs_much_memory_is_refused(info: ImageInfo, monkeypatc
     monkeypatch.setattr(worker, "_MAX_MEMORY", 2**26)
     fresh = ImageLoader(info, MediaRules(), 1)
     with pytest.raises(InvalidImage, match="too much memory|cannot be decoded"):
-        load(fresh, png(Image.new("RGB", (6000, 6000))))
+        load(fresh, png(Image.new("RGB", (4000, 4000))))
     assert load(fresh, FILE)[0].num_tokens == 6
     fresh.close()
 
@@ -321,6 +321,64 @@ def test_images_of_one_client_that_wait_are_limited(info: ImageInfo, monkeypatch
 
     asyncio.run(run())
     fresh.close()
+
+
+class _Counted:
+    """A loader, and how many of its images a child has prepared."""
+
+    def __init__(self, info: ImageInfo, monkeypatch: pytest.MonkeyPatch, rules: MediaRules) -> None:
+        self.images = ImageLoader(info, rules, 1)
+        self.count = 0
+        inner = worker.call_worker
+
+        def counted(*args: Any) -> PreparedImage:
+            self.count += 1
+            return inner(*args)
+
+        monkeypatch.setattr(loader, "call_worker", counted)
+
+    def load(self, *sources: Any, caller: str = "a") -> list[PreparedImage]:
+        return load(self.images, *sources, caller=caller)
+
+
+def test_a_file_that_comes_again_is_prepared_once_for_its_caller(
+    info: ImageInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = _Counted(info, monkeypatch, MediaRules())
+    (first,) = counted.load(FILE)
+    (again,) = counted.load(FILE)
+    assert again is first and counted.count == 1
+    (other,) = counted.load(FILE, caller="b")
+    assert other is not first and other.key == first.key and counted.count == 2
+    counted.load(URL)
+    counted.load(URL, URL, FILE)
+    assert counted.count == 3
+    for _ in range(2):  # errors are not kept
+        with pytest.raises(InvalidImage):
+            counted.load(b"GIF89a")
+    assert counted.count == 5
+    counted.images.close()
+
+
+def test_prepared_images_that_are_kept_have_a_limit(info: ImageInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [png(picture(70, 110, seed=number)) for number in range(3)]
+    size = 4 * 6 * 3 * 16 * 16
+    counted = _Counted(info, monkeypatch, MediaRules(cache_bytes=2 * size))
+    counted.load(files[0])
+    counted.load(files[1])
+    counted.load(files[0])  # used last
+    counted.load(files[2])
+    assert counted.count == 3
+    counted.load(files[0])
+    assert counted.count == 3
+    counted.load(files[1])
+    assert counted.count == 4
+    counted.images.close()
+    tiny = _Counted(info, monkeypatch, MediaRules(cache_bytes=size - 1))
+    tiny.load(files[0])
+    tiny.load(files[0])
+    assert tiny.count == 2
+    tiny.images.close()
 
 
 def test_without_pillow_the_error_says_what_to_install(info: ImageInfo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from slipstream.base.errors import QueueFull
@@ -78,59 +78,76 @@ class CallerTurns(Generic[T]):
 
 
 class FairThreads:
-    """A thread pool for callers that take turns. A future that is cancelled while it waits leaves the queue at once."""
+    """Threads for callers that take turns. A future that is cancelled while it waits leaves the queue at once.
+
+    The threads are daemons: a call that hangs, for example in the system's resolver, does not hold up the end of the
+    process, as a ThreadPoolExecutor's would.
+    """
 
     def __init__(self, count: int, name: str, max_queued: int, what: str) -> None:
         """`max_queued`: calls of one named caller. `what` they are about, for an error."""
-        self._pool = ThreadPoolExecutor(count, name)
+        self._count = count
+        self._name = name
         self._max_queued = max_queued
         self._what = what
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # with the lock of all that follows
         self._turns: CallerTurns[tuple[Future[Any], Callable[[], Any]]] = CallerTurns(count)
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
 
     def submit(self, caller: str, function: Callable[[], T]) -> Future[T]:
         """Raises QueueFull if this caller has too many. The empty name is the program itself, without a limit."""
         future: Future[T] = Future()
-        with self._lock:
+        with self._changed:
             if caller and self._turns.num_queued(caller) >= self._max_queued:
                 raise QueueFull(
                     f"{self._max_queued} {self._what} of this client wait for a thread, the limit; send more when some "
                     "of these requests have their first token"
                 )
             self._turns.add(caller, future, (future, function))
+            if len(self._threads) < self._count:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
         future.add_done_callback(lambda done: self._leave(caller, done))
-        self._pool.submit(self._run_next)
         return future
 
-    def close(self) -> None:
-        """Waits for calls that run, and cancels the others."""
+    def close(self, *, wait: bool) -> None:
+        """Cancels the calls that have not started. `wait`: until the others have ended."""
         waiting = []
-        with self._lock:
+        with self._changed:
             while (taken := self._turns.take()) is not None:
                 waiting.append(taken[1][0])
             self._turns.clear()
+            self._is_closed = True
+            self._changed.notify_all()
         for future in waiting:
             future.cancel()
-        self._pool.shutdown()
+        for thread in self._threads if wait else ():
+            thread.join()
 
     def _leave(self, caller: str, future: Future[Any]) -> None:
         if future.cancelled():
-            with self._lock:
+            with self._changed:
                 self._turns.discard(caller, future)
 
-    def _run_next(self) -> None:
-        with self._lock:
-            taken = self._turns.take()
-        if taken is None:  # it was cancelled
-            return
-        caller, (future, function) = taken
-        try:
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            caller, (future, function) = taken
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-        finally:
-            with self._lock:
-                self._turns.end(caller)
             del future, function, taken  # a result is not kept until the next call
+            with self._changed:
+                self._turns.end(caller)
+                self._changed.notify()
+
+    def _next(self) -> tuple[str, tuple[Future[Any], Callable[[], Any]]] | None:
+        """Waits for a call; None: no more come."""
+        with self._changed:
+            while (taken := self._turns.take()) is None and not self._is_closed:
+                self._changed.wait()
+            return taken

@@ -80,7 +80,7 @@ class Fetcher:
         raise InvalidImage(f"{_short(url)} is redirected more than {_MAX_REDIRECTS} times; give the last URL")
 
     def close(self) -> None:
-        self._resolvers.close()
+        self._resolvers.close(wait=False)
 
     @asynccontextmanager
     async def _turn(self, caller: str) -> AsyncIterator[None]:

@@ -7,9 +7,11 @@ and arrays of Python in threads. Callers take turns at both, and what nothing wa
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,7 +25,7 @@ from slipstream.base.errors import InvalidImage, InvalidOption
 from slipstream.base.host import num_cpus
 from slipstream.base.processes import LimitedChild
 from slipstream.base.turns import FairThreads
-from slipstream.checkpoint.image_info import ImageInfo
+from slipstream.checkpoint.image_info import ImageInfo, PinpointSize
 from slipstream.images.fetch import Fetcher, FetchRules
 from slipstream.images.pixels import PreparedImage, prepare
 from slipstream.images.worker import ImageJob, call_worker, new_worker
@@ -43,12 +45,42 @@ class MediaRules(msgspec.Struct, frozen=True, kw_only=True):
     max_video_bytes: int = 2**28
     max_pixels: int = 64_000_000  # of an image, and of all frames of a video as they are seen
     background: tuple[int, int, int] = (255, 255, 255)  # of transparent images
+    cache_bytes: int = 2**28  # of prepared images that are kept: a conversation sends its images with each turn
+
+
+class _Prepared:
+    """Images that were prepared from the same file for the same caller, the least recently used first.
+
+    Callers do not share them: the time that an image takes would show that another caller has sent it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._images: OrderedDict[bytes, PreparedImage] = OrderedDict()
+        self._size = 0
+
+    def get(self, key: bytes) -> PreparedImage | None:
+        with self._lock:
+            if key in self._images:
+                self._images.move_to_end(key)
+            return self._images.get(key)
+
+    def put(self, key: bytes, image: PreparedImage) -> None:
+        with self._lock:
+            if key in self._images or image.patches.nbytes > self._max_bytes:
+                return
+            self._images[key] = image
+            self._size += image.patches.nbytes
+            while self._size > self._max_bytes:
+                self._size -= self._images.popitem(last=False)[1].patches.nbytes
 
 
 class _Call:
     """One image that a thread prepares in a child process."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
         self._lock = threading.Lock()
         self._worker: LimitedChild | None = None
         self._is_wanted = True
@@ -78,6 +110,7 @@ class ImageLoader:
         self._threads = FairThreads(count, "slipstream-images", _MAX_QUEUED, "images")
         self._local = threading.local()  # each thread has a child for each kind
         self._workers: list[LimitedChild] = []
+        self._prepared = _Prepared(rules.cache_bytes)
 
     async def load(self, sources: Sequence[Any], caller: str, kind: MediaKind) -> list[PreparedImage]:
         """The images, or videos, of one prompt: URLs, bytes of files, pictures, arrays; a video may be a list of these.
@@ -86,7 +119,9 @@ class ImageLoader:
         """
         if kind == "video" and self.info.video is None:
             raise InvalidImage(f"this model ({self.info.family}) does not take videos; send single frames as images")
-        tasks = [asyncio.ensure_future(self._load(source, caller, kind, len(sources))) for source in sources]
+        # only in these models an image depends on their number: others find those of earlier turns again
+        num_images = len(sources) if isinstance(self.info.size, PinpointSize) else 1
+        tasks = [asyncio.ensure_future(self._load(source, caller, kind, num_images)) for source in sources]
         try:
             return await asyncio.gather(*tasks)
         except InvalidImage as error:
@@ -102,12 +137,12 @@ class ImageLoader:
         self._fetcher.close()
         for worker in self._workers:
             worker.stop()
-        self._threads.close()
+        self._threads.close(wait=True)
         for worker in self._workers:
             worker.close()
 
     async def _load(self, source: Any, caller: str, kind: MediaKind, num_images: int) -> PreparedImage:
-        call = _Call()
+        call = _Call(caller)
         future = await self._start(call, source, caller, kind, num_images)
         try:
             return await asyncio.wrap_future(future)
@@ -139,13 +174,19 @@ class ImageLoader:
     # In the threads
 
     def _run(self, call: _Call, job: ImageJob, data: bytes) -> PreparedImage:
+        digest = hashlib.sha256(repr((call.caller, job.kind, job.is_base64, job.num_images)).encode())
+        digest.update(data)
+        if (known := self._prepared.get(digest.digest())) is not None:
+            return known
         workers: dict[str, LimitedChild] | None = getattr(self._local, "workers", None)
         if workers is None:
             workers = self._local.workers = {}
         if job.kind not in workers:
             workers[job.kind] = new_worker(job.kind)
             self._workers.append(workers[job.kind])
-        return call.run(workers[job.kind], job, data)
+        made = call.run(workers[job.kind], job, data)
+        self._prepared.put(digest.digest(), made)
+        return made
 
     def _run_file(self, call: _Call, job: ImageJob, url: str, max_bytes: int) -> PreparedImage:
         return self._run(call, job, read_allowed(url, self.rules.folder, max_bytes))

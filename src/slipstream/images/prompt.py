@@ -117,7 +117,11 @@ def expand_text(
     info: ImageInfo, text: str, images: Sequence[SpelledImage], videos: Sequence[SpelledImage]
 ) -> tuple[str, list[SpelledImage]]:
     """The text with all placeholders replaced, and the images and videos in its order. Raises InvalidPrompt unless
-    there is a placeholder for each."""
+    there is a placeholder for each.
+
+    In a chat, this runs before the text of messages is unmasked (`text/control_tokens.py`), so that only placeholders
+    of the template count.
+    """
     rule = info.prompt
     kinds = {"image": (rule.placeholder,) if rule else (), "video": info.video.placeholders if info.video else ()}
     left = {"image": list(reversed(images)), "video": list(reversed(videos))}

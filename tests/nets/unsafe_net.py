@@ -30,6 +30,7 @@ OWN_PATTERNS = {  # expressions that are computed: where their text comes from
     "_IN_QUOTES": "our quotes",
     "_pattern": "our routes",
     "with_reasoning": "names of our fields",
+    "expand_text": "each part by re.escape",
     "Flags": "names of our options",
 }
 OWN_READS = {  # reads that may be of something else than a regular file of bounded size
@@ -41,15 +42,25 @@ OWN_READS = {  # reads that may be of something else than a regular file of boun
     "SafetensorsSource": "is_file before",
     **dict.fromkeys(["_open", "_torch_file_read"], "a file of torch: is_file before"),
     "roberta_tokenizer": "is_file before",
-    **dict.fromkeys(["PageClient", "PageListener", "ShardPages"], "memory of another process"),
+    "read_allowed": "checks that, and what --allowed-local-media-path allows",
     "write_private": "a new file",
 }
-CLIENT = ("api", "front", "params", "parsers", "scheduler", "serve/http", "text")  # they take what clients send
+CLIENT = (
+    "api",
+    "front",
+    "images",
+    "params",
+    "parsers",
+    "scheduler",
+    "serve/http",
+    "text",
+)  # of clients
 _TAG = "structured_outputs have 64 levels"
 OWN_DEPTH = {  # functions and classes that call themselves, decode JSON or handle RecursionError
     **dict.fromkeys(["ControlTokens", "_moved"], "MAX_DEPTH, by is_deep or is_deep_json before"),
     **dict.fromkeys(["_closed", "_Formats", "LarkWriter", "_lazy", "_ends_with_text", "_read"], _TAG),
     **dict.fromkeys(["ascii_patterns"], "a schema of ours"),
+    "is_public": "the IPv4 address in an IPv6 address",
     "_Reader": "_MAX_DEPTH",
     **dict.fromkeys(["_render", "_compiled", "_answer"], "of a template, in a child process"),
     "_pythonic_as_json": "_MAX_DEPTH; expressions of Python's parser have no other limit",
@@ -167,7 +178,8 @@ def _reads(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     for node in nodes:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in READS and ast.unparse(node.func) not in ("GgufFile.open", "cls.from_file"):
+            is_memory = bool(node.args) and ast.unparse(node.args[0]).startswith("io.BytesIO(")
+            if name in READS and not is_memory and ast.unparse(node.func) not in ("GgufFile.open", "cls.from_file"):
                 yield node.lineno, f"{ast.unparse(node.func)}() may wait for ever: open_regular() or read_file()"
 
 

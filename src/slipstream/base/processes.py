@@ -21,8 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from slipstream.base.log import set_up_child_log
-
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -76,6 +74,8 @@ def die_with_parent() -> None:
 def enter_child() -> None:
     """The first call of a core or rank. It ends with its parent, which alone decides when: Ctrl-C in a terminal
     signals the whole process group."""
+    from slipstream.base.log import set_up_child_log  # other children have the standard library only
+
     die_with_parent()
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)

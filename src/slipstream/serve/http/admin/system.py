@@ -102,14 +102,14 @@ async def load(request: Request, body: None) -> Response:
 def _by_model(lanes: Sequence[LaneStats]) -> list[ModelLoad]:
     found: dict[str, ModelLoad] = {}
     for lane in lanes:
-        load = found.setdefault(lane.model, ModelLoad(lane.model))
-        load.running += lane.num_running
-        load.waiting += lane.num_waiting
-        load.free_pages += lane.num_free_pages
-        load.pages += lane.num_pages
-        load.steps += lane.num_steps
+        model = found.setdefault(lane.model, ModelLoad(lane.model))
+        model.running += lane.num_running
+        model.waiting += lane.num_waiting
+        model.free_pages += lane.num_free_pages
+        model.pages += lane.num_pages
+        model.steps += lane.num_steps
         for part, count in lane.memory.items():
-            load.memory[part] = load.memory.get(part, 0) + count
+            model.memory[part] = model.memory.get(part, 0) + count
     return list(found.values())
 
 

@@ -85,7 +85,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     narrow = [x.bfloat16() for x in logits]
     cut = [x.masked_fill(x < x.topk(50, -1).values[:, -1:], -math.inf) for x in logits]
     index = torch.arange(num_rows, device="cuda")
-    keys = reference.step_keys(index * 7919, index, 0)
+    random = torch.ones(num_rows, dtype=torch.bool, device="cuda")
     temperature = torch.full((num_rows,), 0.8, device="cuda")
     everything = [(index, size)]
     counts = (torch.rand(num_rows, size, device="cuda") < 0.01).int()
@@ -98,6 +98,10 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     def limits(min_p: float, top_k: int, top_p: float) -> torch.Tensor:
         row = (math.log(min_p) if min_p else -math.inf, top_k or size, top_p)
         return torch.tensor([row], dtype=torch.float32, device="cuda").repeat(num_rows, 1)
+
+    def draw(ops: Any, own: torch.Tensor, *, scaled: bool = False, limits: torch.Tensor | None = None) -> Any:
+        tables = reference.DrawTables(index * 7919, random, temperature if scaled else None, limits)
+        return ops.draw_by_row(own, index, index, tables)
 
     def case(name: str, passes: float, kernel: Request, plain: Request, agree: Callable[[Any, Any], float]) -> Case:
         return Case(name, num_rows, int(once * passes), copies, kernel, plain, agree)
@@ -117,12 +121,12 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
             lambda i: reference.argmax_rows(narrow[i].float()),
             differing,
         ),
-        case("draw", 1, lambda i: kernels.draw(logits[i], keys), lambda i: reference.draw(logits[i], keys), differing),
+        case("draw", 1, lambda i: draw(kernels, logits[i]), lambda i: draw(reference, logits[i]), differing),
         case(
             "draw of a cut row",
             1,
-            lambda i: kernels.draw(cut[i], keys),
-            lambda i: reference.draw(cut[i], keys),
+            lambda i: draw(kernels, cut[i]),
+            lambda i: draw(reference, cut[i]),
             differing,
         ),
     ]
@@ -148,15 +152,15 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
             )
     limit = limits(0.0, 50, 0.95)
 
-    def fused(i: int) -> Any:
-        return kernels.draw(logits[i], keys, None, temperature, limit)
-
-    def staged(i: int) -> Any:
-        scaled = logits[i] / temperature[:, None]
-        reference.drop_below_(scaled, reference.find_floor(scaled, limit, [(index, 50)]))
-        return reference.draw(scaled, keys)
-
-    cases.append(case("T .8, k 50 p .95, draw", 2, fused, staged, differing))
+    cases.append(
+        case(
+            "T .8, k 50 p .95, draw",
+            2,
+            lambda i: draw(kernels, logits[i], scaled=True, limits=limit),
+            lambda i: draw(reference, logits[i], scaled=True, limits=limit),
+            differing,
+        )
+    )
 
     def in_place(op: Callable[..., None], *args: Any) -> Request:
         def call(i: int) -> torch.Tensor:
@@ -175,7 +179,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
         return agree
 
     for name, passes, args in (
-        ("penalize_", 3.25, (index, counts, seen, index, values)),
+        ("penalize_", 3.25, (counts, seen, index, values)),
         ("drop_below_", 2, (floor,)),
     ):
         cases.append(

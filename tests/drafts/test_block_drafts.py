@@ -176,7 +176,7 @@ def test_captured_heads_draft_the_same(model, drafter, wanted):
         counts = llm.core.scheduler.drafts.counts
         assert 0 < counts.num_accepted < counts.num_drafts
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert any(key[0] == "head" and key[4:6] == (True, 4) for key in captured)
+        assert any(key[0] == "head" and key.drafts[:2] == (True, 4) for key in captured)
 
 
 def test_memory_is_planned_to_the_byte(model, drafter):

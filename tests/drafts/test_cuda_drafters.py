@@ -59,7 +59,7 @@ def run(model, speculative_config, wanted, options):
         graphs = llm.core.executor.graphs
         if not options.get("enforce_eager"):
             captured = [key for key, entry in graphs._captured.items() if entry is not None]
-            assert any(key[0] == "head" and key[4] for key in captured) and not graphs.gave_up
+            assert any(key[0] == "head" and key.drafts[0] for key in captured) and not graphs.gave_up
         llm.core.scheduler.cache.check()
         return counts.num_drafts - before[0], counts.num_accepted - before[1]
 

@@ -161,7 +161,7 @@ def test_captured_heads_give_the_same_tokens(method):
         spy = DraftSpy(llm)
         assert_same(llm.generate(PROMPTS, GREEDY), method.wanted[0])
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert any(key[0] == "head" and key[4:6] == (True, 3) for key in captured)
+        assert any(key[0] == "head" and key.drafts[:2] == (True, 3) for key in captured)
     assert len(spy.proposals) > 50
     for tokens, drafts in spy.proposals[::15]:
         assert len(tokens) > MAX_LEN - 3 or method.reference.propose(tokens, 3) == drafts

@@ -108,7 +108,7 @@ def test_captured_heads_draft_the_same(folders, wanted):
         counts = llm.core.scheduler.drafts.counts
         assert counts.num_accepted == counts.num_drafts > 50
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
-        assert any(key[0] == "head" and key[4:6] == (True, 3) for key in captured)
+        assert any(key[0] == "head" and key.drafts[:2] == (True, 3) for key in captured)
 
 
 class Alternating:

@@ -182,7 +182,7 @@ def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, of_repla
             assert_same(llm.generate(PROMPTS, asked), results)
         captured = [key for key, entry in graphs._captured.items() if entry is not None]
         heads = [key[-1] if key[0] == "step" else key for key in captured if (key[0] == "step") == whole]
-        assert any(key[0] == "head" and key[4:] == (True, 3) for key in heads)
+        assert any(key[0] == "head" and key.drafts[:2] == (True, 3) for key in heads)
         assert ("forward", Size(8, 8, has_drafts=True), False) in [key[:3] for key in captured_forwards(graphs)]
         assert llm.core.scheduler.drafts.counts.num_accepted > 0
         assert llm.core.executor.input_batch.rows.computed[-1] == 0, "the padding row has a length"

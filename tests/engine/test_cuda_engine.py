@@ -162,5 +162,5 @@ def test_drafts_change_no_token(folder, wanted, options, drafts):
         assert 0 < counts.num_accepted < counts.num_drafts
         if not options.get("enforce_eager"):
             captured = [key for key, entry in graphs._captured.items() if entry is not None]
-            assert any(key[0] == "head" and key[4:] and key[4] for key in captured) and not graphs.gave_up
+            assert any(key[0] == "head" and key.drafts[0] for key in captured) and not graphs.gave_up
         llm.core.scheduler.cache.check()

@@ -284,7 +284,7 @@ def test_replayed_masks_give_the_same_tokens(model, alone, depth):
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         assert_same(llm.generate(PROMPTS, params), wanted)
-        assert any("grammar" in key[-1] for key, entry in graphs._captured.items() if key[0] == "head" and entry)
+        assert any("grammar" in key.sampling for key, entry in graphs._captured.items() if key[0] == "head" and entry)
 
 
 @pytest.mark.every_second("feature", "depth")
@@ -309,7 +309,7 @@ def test_replayed_steps_give_the_same_tokens(model, alone, depth, whole, feature
         heads = [key for key in captured if key[0] == "head"]
         # those that decode, and those of a step that also computes a chunk
         picks = {True} if whole else {True, False}
-        assert feature == "everything among others" or {key[2] for key in heads} == picks
+        assert feature == "everything among others" or {key.is_picked for key in heads} == picks
         assert device.num_replays > 10
 
 
@@ -342,7 +342,7 @@ def test_few_graphs_serve_whatever_number_of_logprobs_is_wanted(model):
         graphs.token_sizes = []
         for params, expected in zip(asked, wanted, strict=True):
             assert_same(llm.generate(PROMPTS[:1], params), expected)
-        assert {key[3][1] for key in graphs._captured if key[0] == "head"} == {0, 5, 20}
+        assert {key.sampling[0] for key in graphs._captured if key[0] == "head"} == {0, 5, 20}
 
 
 def test_depth_runs_ahead(model):

@@ -166,7 +166,6 @@ def test_windows_and_states_with_preemption(folder):
 @pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])
 def test_no_step_with_drafts_looks_at_a_value(tmp_path, device):
     names = ("greedy", "truncated", "penalties", "min_tokens", "logprobs", "bias", "bad words", "samples")
-    names = names if device is None else tuple(name for name in names if name != "bad words")
     params = [FEATURES[name] for name in names] + [THINKING, OF_TOKENS] + ([OF_LOGITS] if device is None else [])
     folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=1))
     assert drive(folder, params, device=device, drafts="ngram:2") > 20

@@ -125,25 +125,26 @@ def sampling() -> dict[str, Callable[[], Any]]:
     after = penalty()._replace(earlier=ints(ROWS, 4))
     mask = TokenMask(ints(2, VOCAB // 32 + 1).int(), entries.int(), ints(ROWS))
     rows, tables = torch.arange(ROWS), DrawTables(keys, random, warm, None)
+    limited = tables._replace(limits=limits)
     at = "sampling."
     return {
         "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
-        "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
-        "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
+        "draw_by_row": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, tables, penalty()),
+        "draw_by_row with limits": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, limited, penalty()),
+        "draw_by_row after drafts": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, limited, after),
         "masked argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty(), mask),
-        "masked draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, None, None, mask),
+        "masked draw_by_row": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, tables, None, mask),
         "fetch_masks_": lambda: get(at + "edit.fetch_masks_")(
             ints(4, 8).int(), ints(2, 8).int(), ints(2).int(), ints(5).int(), ints(5).int()
         ),
-        "draw plain": lambda: get(at + "choose.draw")(logits, keys),
-        "draw_by_row": lambda: get(at + "choose.draw_by_row")(logits, rows, keys, tables),
-        "draw_by_row with limits": lambda: get(at + "choose.draw_by_row")(
-            logits, rows, keys, tables._replace(limits=limits)
+        "plain draw_by_row": lambda: get(at + "choose.draw_by_row")(
+            logits, rows, keys, tables._replace(temperatures=None)
         ),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
-        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, entries, values),
+        "penalize_": lambda: get(at + "edit.penalize_")(logits, counts, seen, entries, values),
         "count_": lambda: get(at + "edit.count_")(counts, seen, entries, keys),
-        "add_entries_": lambda: get(at + "edit.add_entries_")(logits, torch.rand(2, VOCAB), entries),
+        "add_entries_": lambda: get(at + "edit.add_entries_")(logits, None, torch.rand(2, VOCAB), entries),
+        "add_entries_ to some rows": lambda: get(at + "edit.add_entries_")(logits, keys, torch.rand(2, VOCAB), keys),
         "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), entries),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from test_triton_sample import CUDA, DEVICE, IGNORED, flags_of, keys_of, limits_of, randn
+from test_triton_sample import CUDA, DEVICE, IGNORED, draw, flags_of, keys_of, limits_of, randn
 
 from slipstream.ops.sampling import reference
 from slipstream.ops.sampling import triton as kernels
@@ -56,14 +56,14 @@ def test_masks_as_logits_are_read_are_those_of_an_edit(size: int, dtype: torch.d
             reference.argmax_rows(logits, penalty, mask),
         ),
         (
-            kernels.draw(logits, keys, random, temperature, None, None, mask),
-            kernels.draw(edited, keys, random, temperature),
-            reference.draw(logits, keys, random, temperature, None, None, mask),
+            draw(kernels, logits, keys, random, temperature, None, None, mask),
+            draw(kernels, edited, keys, random, temperature),
+            draw(reference, logits, keys, random, temperature, None, None, mask),
         ),
         (
-            kernels.draw(logits, keys, random, temperature, limits, penalty, mask),
-            kernels.draw(edited, keys, random, temperature, limits, penalty),
-            reference.draw(logits, keys, random, temperature, limits, penalty, mask),
+            draw(kernels, logits, keys, random, temperature, limits, penalty, mask),
+            draw(kernels, edited, keys, random, temperature, limits, penalty),
+            draw(reference, logits, keys, random, temperature, limits, penalty, mask),
         ),
     ):
         assert mine.tokens.equal(plain.tokens) and mine.failed.equal(plain.failed)

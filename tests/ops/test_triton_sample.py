@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,9 +31,36 @@ def randn(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
 
 
-def keys_of(num: int, seed: int = 0) -> torch.Tensor:
+class Keys(NamedTuple):
+    """Of rows, and a position for each."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+
+    def at(self, place: int) -> Keys:
+        return Keys(self.rows[place : place + 1], self.positions[place : place + 1])
+
+
+def keys_of(num: int, seed: int = 0) -> Keys:
     row_keys = torch.tensor([reference.row_key(seed + i, i) for i in range(num)], device=DEVICE)
-    return reference.step_keys(row_keys, torch.arange(num, device=DEVICE) * 37, reference.DRAW)
+    return Keys(row_keys, torch.arange(num, device=DEVICE) * 37)
+
+
+def draw(
+    ops: Any,
+    logits: torch.Tensor,
+    keys: Keys,
+    random: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
+    penalty: reference.Penalty | None = None,
+    mask: reference.TokenMask | None = None,
+) -> reference.Choice:
+    """A token for each row of the logits, which is the row of the tables with this number."""
+    rows = torch.arange(len(logits), device=DEVICE)
+    random = torch.ones_like(rows, dtype=torch.bool) if random is None else random
+    tables = reference.DrawTables(keys.rows, random, temperature, limits)
+    return ops.draw_by_row(logits, rows, keys.positions, tables, penalty, mask)
 
 
 def order_of(limits: torch.Tensor, size: int) -> list[tuple[torch.Tensor, int]]:
@@ -68,7 +96,7 @@ def limits_of(asks: list[tuple[float, int, float]], size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 1025)])
 def test_noise_is_the_references_bit_for_bit(rows: int, size: int) -> None:
-    keys = keys_of(rows)
+    keys = reference.step_keys(*keys_of(rows), reference.DRAW)
     assert kernels.noise_bits(keys, size).equal(reference.noise_bits(keys, size))
 
 
@@ -85,7 +113,7 @@ def test_step_keys_are_the_references(purpose: int) -> None:
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
 def test_draw_takes_the_references_token(rows: int, size: int) -> None:
     logits, keys = randn(rows, size), keys_of(rows)
-    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+    assert draw(kernels, logits, keys).tokens.equal(draw(reference, logits, keys).tokens)
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
@@ -111,7 +139,7 @@ def test_draw_takes_the_references_token_at_any_scale(scale: float) -> None:
     logits, keys = randn(4, 4200) * scale, keys_of(4)
     logits[1] = logits[1].round()
     logits[2, 1:] = -math.inf
-    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+    assert draw(kernels, logits, keys).tokens.equal(draw(reference, logits, keys).tokens)
 
 
 @pytest.mark.parametrize("low", [0.0, -300.0, 200.0])
@@ -122,7 +150,7 @@ def test_draw_finds_the_token_wherever_the_scores_are(low: float) -> None:
     logits[:, 1024:] += low
     logits[3:, 1500:] = float("-inf")
     keys = keys_of(6)
-    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+    assert draw(kernels, logits, keys).tokens.equal(draw(reference, logits, keys).tokens)
 
 
 @pytest.mark.parametrize("size", [100, 4200])  # of one chunk and of several, the last one short
@@ -137,13 +165,14 @@ def test_draw_scales_and_cuts_as_it_goes(size: int) -> None:
     random = torch.arange(rows, device=DEVICE) % 3 > 0
     args = (logits, keys, random, temperature, limits_of(LIMITS, size))
     before = logits.clone()
-    mine, expected = kernels.draw(*args), reference.draw(*args)
+    mine, expected = draw(kernels, *args), draw(reference, *args)
     assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
     assert logits.nan_to_num().equal(before.nan_to_num())
     assert mine.failed.nonzero().flatten().tolist() == [3, 9] and int(mine.tokens[12]) == 7
     greedy = ~random & ~mine.failed
     assert mine.tokens[greedy].equal(logits.argmax(-1)[greedy])
-    alone = torch.cat([kernels.draw(*[arg[row : row + 1] for arg in args]).tokens for row in range(rows)])
+    few = [(args[0][row : row + 1], keys.at(row), *(arg[row : row + 1] for arg in args[2:])) for row in range(rows)]
+    alone = torch.cat([draw(kernels, *each).tokens for each in few])
     assert mine.tokens.equal(alone)
 
 
@@ -163,22 +192,22 @@ def test_rows_without_a_token_fail_alone(size: int) -> None:
     logits[2, size - 1] = math.nan
     logits[3, :] = math.nan
     logits[4, 5] = math.inf
-    for choice in (kernels.argmax_rows(logits), kernels.draw(logits, keys_of(5))):
+    for choice in (kernels.argmax_rows(logits), draw(kernels, logits, keys_of(5))):
         assert choice.failed.tolist() == [False, True, True, True, False]
         assert choice.tokens[1:].tolist() == [0, 0, 0, 5]
 
 
 def test_a_row_draws_the_same_alone_and_among_others() -> None:
     logits, keys = randn(5, 1025), keys_of(5)
-    together = kernels.draw(logits, keys).tokens
-    alone = torch.cat([kernels.draw(logits[i : i + 1], keys[i : i + 1]).tokens for i in range(5)])
+    together = draw(kernels, logits, keys).tokens
+    alone = torch.cat([draw(kernels, logits[i : i + 1], keys.at(i)).tokens for i in range(5)])
     assert together.equal(alone)
 
 
 def test_a_row_of_a_wider_tensor_is_read_in_place() -> None:
     wide, keys = randn(3, 150), keys_of(3)
     narrow = wide[:, 20:120]
-    assert kernels.draw(narrow, keys).tokens.equal(kernels.draw(narrow.contiguous(), keys).tokens)
+    assert draw(kernels, narrow, keys).tokens.equal(draw(kernels, narrow.contiguous(), keys).tokens)
 
 
 # the floor
@@ -312,7 +341,7 @@ def test_a_floor_is_found_whatever_the_row_holds() -> None:
     floor = kernels.find_floor(logits, limits_of(asks, 300))
     assert floor[0] == -math.inf and floor[2] == math.inf
     kernels.drop_below_(logits, floor)
-    choice = kernels.draw(logits, keys_of(4))
+    choice = draw(kernels, logits, keys_of(4))
     assert choice.failed.tolist() == [True, True, False, True]
     assert choice.tokens[2] in (3, 200)
 
@@ -351,10 +380,10 @@ def test_penalties_are_the_references(size: int) -> None:
     expected, before = mine.clone(), mine.clone()
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
     seen = flags_of(counts)
-    index, entries = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([1, 3, 0], device=DEVICE)
-    values = torch.tensor([[1.3, 0.5, 0.25], [1.0, 0.0, 0.0], [0.8, -0.5, 1.5]], device=DEVICE)
-    kernels.penalize_(mine, index, counts, seen, entries, values)
-    reference.penalize_(expected, index, counts, seen, entries, values)
+    entries = torch.tensor([3, -1, 0, -1, 1], device=DEVICE)
+    values = torch.tensor([[1.3, 0.5, 0.25], [1.0, 0.0, 0.0], [0.8, -0.5, 1.5]], device=DEVICE)[[1, 0, 2, 0, 0]]
+    kernels.penalize_(mine, counts, seen, entries, values)
+    reference.penalize_(expected, counts, seen, entries, values)
     torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
     assert mine[[1, 3]].equal(before[[1, 3]])
 
@@ -364,9 +393,8 @@ def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
     before = logits.clone()
     ones = torch.ones(1, 100, device=DEVICE)
     values = torch.full((2, 3), 2.0, device=DEVICE)
-    index = torch.tensor([0, 1], device=DEVICE)
     seen = flags_of(ones.int())
-    kernels.penalize_(logits, index, ones.int(), seen, torch.tensor([-1, 0], device=DEVICE), values)
+    kernels.penalize_(logits, ones.int(), seen, torch.tensor([-1, 0], device=DEVICE), values)
     assert logits[0].equal(before[0]) and not logits[1].isclose(before[1]).any()
 
 
@@ -384,8 +412,8 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     words = torch.randint(-(2**31), 2**31, (3, size // 32 + 2), device=DEVICE, dtype=torch.int32)
     words[0, :], words[1, : size // 64] = 0, -1  # blocks without an allowed token, and without a forbidden one
     for name, args in {
-        "penalize_": (None, counts, seen, entries, values),
-        "add_entries_": (table, entries),
+        "penalize_": (counts, seen, entries, values),
+        "add_entries_": (None, table, entries),
         "mask_bits_": (words, entries),
         "forbid_": (None, tokens[:, None], entries >= 0),
     }.items():
@@ -429,17 +457,17 @@ def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: tor
     limits = limits_of([(0.0, 5, 0.9), (0.0, 3, 2.0), (0.05, 0, 2.0)] * 2, size)
     before = logits.clone()
     edited = logits.to(torch.float32, copy=True)
-    kernels.penalize_(edited, None, *penalty)
+    kernels.penalize_(edited, *penalty)
     assert kernels.argmax_rows(logits, penalty).tokens.equal(kernels.argmax_rows(edited).tokens)
     assert not kernels.argmax_rows(edited).tokens.equal(kernels.argmax_rows(logits).tokens)
     floor = kernels.find_floor(logits, limits, None, temperature, penalty)
     torch.testing.assert_close(floor, kernels.find_floor(edited, limits, None, temperature))
-    drawn = kernels.draw(logits, keys, None, temperature, limits, penalty)
-    assert drawn.tokens.equal(kernels.draw(edited, keys, None, temperature, limits).tokens)
+    drawn = draw(kernels, logits, keys, None, temperature, limits, penalty)
+    assert drawn.tokens.equal(draw(kernels, edited, keys, None, temperature, limits).tokens)
     assert logits.equal(before)
     for mine, expected in (
         (kernels.argmax_rows(logits, penalty), reference.argmax_rows(logits, penalty)),
-        (drawn, reference.draw(logits, keys, None, temperature, limits, penalty)),
+        (drawn, draw(reference, logits, keys, None, temperature, limits, penalty)),
     ):
         assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
 
@@ -456,6 +484,15 @@ def test_forbidden_tokens_are_the_references() -> None:
         getattr(kernels, name)(mine, index, ids, where.to(DEVICE))
         getattr(reference, name)(expected, index, ids, where.to(DEVICE))
         assert mine.equal(expected) and mine.isinf().any(), name
+
+
+def test_entries_are_added_to_some_rows() -> None:
+    mine, table = randn(4, 2049), randn(3, 2049, seed=1)
+    expected = mine.clone()
+    args = torch.tensor([3, 1], device=DEVICE), table, torch.tensor([2, 0], device=DEVICE)
+    kernels.add_entries_(mine, *args)
+    reference.add_entries_(expected, *args)
+    assert mine.equal(expected) and (mine[[0, 2]] == randn(4, 2049)[[0, 2]]).all()
 
 
 def test_negative_ids_are_padding() -> None:
@@ -523,21 +560,11 @@ def large() -> torch.Tensor:
 @pytest.mark.cuda
 def test_large_draws_are_nearly_all_the_references(large: torch.Tensor) -> None:
     keys = keys_of(ROWS)
-    assert kernels.noise_bits(keys[:4], VOCABULARY).equal(reference.noise_bits(keys[:4], VOCABULARY))
+    step_keys = reference.step_keys(*keys_of(4), reference.DRAW)
+    assert kernels.noise_bits(step_keys, VOCABULARY).equal(reference.noise_bits(step_keys, VOCABULARY))
     # the last bits of a logarithm may decide between two of a hundred thousand
-    assert (kernels.draw(large, keys).tokens != reference.draw(large, keys).tokens).sum() <= 1
+    assert (draw(kernels, large, keys).tokens != draw(reference, large, keys).tokens).sum() <= 1
     assert kernels.argmax_rows(large).tokens.equal(large.argmax(-1))
-
-
-@pytest.mark.cuda
-def test_large_draws_by_row_are_those_of_gathered_tables(large: torch.Tensor) -> None:
-    keys, index = keys_of(ROWS), torch.arange(ROWS, device="cuda")
-    rows, positions = index.flip(0) // 5 * 5, index * 31
-    tables = reference.DrawTables(keys, index % 7 > 0, 0.5 + index / ROWS, None)
-    found = kernels.draw_by_row(large, rows, positions, tables)
-    step_keys = kernels.step_keys(keys[rows], positions, reference.DRAW)
-    expected = kernels.draw(large, step_keys, tables.is_random[rows], tables.temperatures[rows])
-    assert found.tokens.equal(expected.tokens) and found.failed.equal(expected.failed)
 
 
 @pytest.mark.cuda
@@ -565,8 +592,8 @@ def test_a_large_draw_follows_its_distribution() -> None:
     row_key = torch.full((num,), reference.row_key(5, 0), device="cuda")
     drawn = []
     for start in range(0, num, 256):
-        keys = kernels.step_keys(row_key[:256], start + torch.arange(256, device="cuda"), reference.DRAW)
-        drawn.append(kernels.draw(logits.expand(256, -1), keys).tokens)
+        keys = Keys(row_key[:256], start + torch.arange(256, device="cuda"))
+        drawn.append(draw(kernels, logits.expand(256, -1), keys).tokens)
     counts = torch.cat(drawn).bincount(minlength=VOCABULARY)
     assert counts.sum() == counts[places].sum() == num
     chi_square = ((counts[places] - expected * num).square() / (expected * num)).sum()
@@ -577,11 +604,11 @@ def test_a_large_draw_follows_its_distribution() -> None:
 def test_a_large_row_is_the_same_alone_and_among_others(large: torch.Tensor) -> None:
     keys = keys_of(ROWS)
     limits = limits_of([(0.0, 0, 0.9)] * ROWS, VOCABULARY)
-    tokens, floor = kernels.draw(large, keys).tokens, kernels.find_floor(large, limits)
+    tokens, floor = draw(kernels, large, keys).tokens, kernels.find_floor(large, limits)
     top = kernels.top_logprobs(large, tokens, 5)
     for row in (0, 17, 255):
         own = slice(row, row + 1)
-        assert kernels.draw(large[own], keys[own]).tokens.equal(tokens[own])
+        assert draw(kernels, large[own], keys.at(row)).tokens.equal(tokens[own])
         assert kernels.find_floor(large[own], limits[own]).equal(floor[own])
         mine = kernels.top_logprobs(large[own], tokens[own], 5)
         assert all(a.equal(b[own]) for a, b in zip(mine, top, strict=True))
@@ -596,11 +623,11 @@ def test_nothing_waits_for_the_device(large: torch.Tensor) -> None:
     values = torch.ones(8, 3, device="cuda")
 
     def everything() -> None:
-        kernels.penalize_(logits, index, counts, counts.byte(), index, values)
+        kernels.penalize_(logits, counts, counts.byte(), index, values)
         kernels.forbid_(logits, index, index[:, None], index > 3)
         floor = kernels.find_floor(logits, limits)
         kernels.drop_below_(logits, floor)
-        tokens = kernels.draw(logits, kernels.step_keys(keys, index, 0), index > 4, limits[:, 2].contiguous()).tokens
+        tokens = draw(kernels, logits, keys, index > 4, limits[:, 2].contiguous()).tokens
         kernels.top_logprobs(large[:8], tokens, 5)
         kernels.logprobs_of(large[:8], tokens[:, None])
 
@@ -624,10 +651,10 @@ def test_accepted_drafts_count_as_output(size: int) -> None:
         step_by_step = [logits[:1].clone() for _ in range(3)]
         mine, flags = counts.clone(), seen.clone()
         for place, own in enumerate(step_by_step):
-            ops.penalize_(own, None, mine, flags, entries[:1], values[:1])
+            ops.penalize_(own, mine, flags, entries[:1], values[:1])
             ops.count_(mine, flags, entries[:1], torch.tensor([3], device=DEVICE))
             assert mine[1, 3] == place + 1 and mine.sum() == place + 1
-        ops.penalize_(logits, None, counts, seen, entries, values, earlier)
+        ops.penalize_(logits, counts, seen, entries, values, earlier)
         torch.testing.assert_close(logits, torch.cat(step_by_step))
         together, flags = counts.clone(), seen.clone()
         ops.count_(together, flags, entries, torch.tensor([3, 3, 3], device=DEVICE))

@@ -10,6 +10,7 @@ import torch
 from slipstream.contracts.step import NO_INTS, Admission, StepPlan
 from slipstream.device.device import Device
 from slipstream.params.sampling import SamplingParams
+from slipstream.runner.sampling.logprobs import ReportedValues
 from slipstream.runner.sampling.sampler import DrawOutput, Sampler
 from slipstream.runner.sampling.stage import DrawBatch
 from slipstream.runner.staging import HostRing
@@ -66,49 +67,53 @@ class Harness:
         capacity=1 << 20,
         max_ids=1 << 20,
         logprobs_mode="raw_logprobs",
+        captures=False,
     ) -> None:
+        """`captures`: steps run the work that would be captured, where there is some."""
+        self.captures = captures
         self.device = device or Device(0, 1)
         self.dtype = dtype
         self.sampler = Sampler(num_rows, vocab_size, self.device, dtype, max_ids, logprobs_mode=logprobs_mode)
         self.ring = HostRing(num_slots, capacity, self.device)
 
-    def launch(self, plan: StepPlan, positions, logits, deliver) -> None:
+    def launch(self, plan: StepPlan, positions, logits, deliver, late=None) -> None:
         """Queue one step. `logits` is a tensor, or makes one from the DrawBatch on the device."""
         self.sampler.apply(plan)
         upload = self.ring.open()
         self.sampler.flush(upload)
-        sample = self.sampler.prepare(plan, upload)
+        sample = self.sampler.prepare(plan, capture=self.captures)
+        spans = [upload.put(index) for index in sample.indices]
         rows_span = upload.put(plan.rows.astype(np.int64))
         positions_span = upload.put(np.array(positions, np.int64))
         upload.send(self.device.compute)
+        if late is not None:
+            self.sampler.send(late)
         self.staged = upload._used
 
         def run() -> None:
             batch = DrawBatch(upload.tensor(rows_span).clone(), upload.tensor(positions_span).clone())
-            deliver(sample(logits(batch) if callable(logits) else logits.clone(), batch))
+            indices = [upload.tensor(span) for span in spans]
+            deliver(sample(logits(batch) if callable(logits) else logits.clone(), batch, indices))
 
         self.device.compute.run(run)
 
-    def step(self, rows, positions, logits, admitted=(), released=(), num_logprobs=None) -> DrawOutput:
+    def step(self, rows, positions, logits, admitted=(), released=(), num_logprobs=None, late=None) -> DrawOutput:
         outputs: list[DrawOutput] = []
         plan = make_plan(rows, admitted, released, num_logprobs)
         logits = logits if callable(logits) else torch.as_tensor(np.array(logits)).to(self.dtype)
-        self.launch(plan, positions, logits, outputs.append)
+        self.launch(plan, positions, logits, outputs.append, late)
         self.device.compute.record().wait()
         return outputs[0]
 
     def edited(self, rows, positions, logits, admitted=(), released=()) -> np.ndarray:
-        """The logits as the draw would see them; nothing is drawn."""
-        seen = []
-        draw = self.sampler.draw.prepare
-        self.sampler.draw.prepare = lambda rows, upload: (
-            lambda logits, batch: seen.append(logits.clone()) or draw(rows, upload)(logits, batch)
-        )
+        """The logits as the draw sees them, after all stages."""
+        sampler, before = self.sampler, self.sampler._values
+        sampler._values = ReportedValues(is_processed=True, are_logits=True)
         try:
-            self.step(rows, positions, logits, admitted, released)
+            top = self.step(rows, positions, logits, admitted, released, num_logprobs=sampler.vocab_size).logprobs
         finally:
-            del self.sampler.draw.prepare
-        return seen[0].numpy()
+            sampler._values = before
+        return torch.zeros_like(top.top).scatter_(1, top.top_ids, top.top).numpy()
 
 
 def penalized(logits, prompt, output, params: SamplingParams):

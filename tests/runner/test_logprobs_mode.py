@@ -38,9 +38,12 @@ def test_reported_values(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_captured_head_reports_processed_values_only_where_they_are_the_raw_ones(mode):
-    sampler = Harness(4, VOCAB, logprobs_mode=mode).sampler
+    harness = Harness(4, VOCAB, logprobs_mode=mode)
+    sampler = harness.sampler
     sampler.apply(make_plan([0, 1], [admission(0, GREEDY), admission(1, SAMPLED)], num_logprobs=2))
-    assert sampler.prepare_by_row(make_plan([0], num_logprobs=2)) is not None
-    assert sampler.prepare_by_row(make_plan([0, 1])) is not None
-    captured = sampler.prepare_by_row(make_plan([0, 1], num_logprobs=2)) is not None
-    assert captured == mode.startswith("raw")
+
+    def is_captured(rows, num_logprobs=None):
+        return sampler.prepare(make_plan(rows, num_logprobs=num_logprobs), capture=True).key is not None
+
+    assert is_captured([0], 2) and is_captured([0, 1])
+    assert is_captured([0, 1], 2) == mode.startswith("raw")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, penalized, softmax, truncated
 
+from slipstream.ops.sampling import reference
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.sampling import draw as draw_module
 
 EVERYTHING = SamplingParams(
     temperature=1.2, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
@@ -181,17 +181,14 @@ def test_greedy_and_random_rows_mix():
 
 def test_noise_is_made_for_random_rows_only(monkeypatch):
     shapes = []
-    original = draw_module.draw
-    monkeypatch.setattr(
-        draw_module, "draw", lambda logits, keys: shapes.append(tuple(logits.shape)) or original(logits, keys)
-    )
+    original = reference.noisy
+    monkeypatch.setattr(reference, "noisy", lambda logits, keys: shapes.append(len(logits)) or original(logits, keys))
     harness = Harness(4, 7)
     harness.step([0, 1], [2, 2], np.zeros((2, 7)), [admission(0, GREEDY), admission(1, GREEDY)])
     assert shapes == []
     harness.step([0, 1, 2], [3, 3, 2], np.zeros((3, 7)), [admission(2, SamplingParams())])
-    assert shapes == [(1, 7)]
     harness.step([2], [3], np.zeros((1, 7)))
-    assert shapes == [(1, 7), (1, 7)]
+    assert shapes == [1, 1]
 
 
 def test_greedy_takes_the_first_of_equals():
@@ -227,26 +224,31 @@ def test_an_infinite_logit_wins(params):
     assert Harness(2, 100).step([0], [2], logits, [admission(0, params, stop_ids=(1,))]).tokens.tolist() == [42]
 
 
-def test_padding_rows_change_nothing():
+@pytest.mark.parametrize("captures", [False, True])
+def test_padding_rows_change_nothing(captures):
     """A batch may be longer than the plan; the rest are padding rows."""
     vocab = 100
     logits = torch.as_tensor(np.random.default_rng(6).normal(0, 2, (4, vocab)))
     for num in (1, 2):
         admitted = [admission(0, EVERYTHING, stop_ids=(3,)), admission(1, SamplingParams(top_p=0.8))][:num]
         plain = Harness(3, vocab).step(range(num), [2] * num, logits[:num].numpy(), admitted)
-        padded = Harness(3, vocab)
+        padded = Harness(3, vocab, captures=captures)
         original = padded.sampler.prepare
 
-        def prepare(plan, upload, original=original, num=num):
-            sample = original(plan, upload)
+        def prepare(plan, original=original, num=num, **options):
+            sample = original(plan, **options)
+            assert (sample.key is not None) == options["capture"]
 
-            def longer(own, batch):
-                pad = 4 - num
-                rows = torch.cat([batch.rows, torch.full((pad,), 2)])
-                positions = torch.cat([batch.positions, torch.zeros(pad, dtype=torch.int64)])
-                return sample(logits.clone(), type(batch)(rows, positions))
+            class Longer:
+                indices = sample.indices
 
-            return longer
+                def __call__(self, own, batch, indices):
+                    pad = 4 - num
+                    rows = torch.cat([batch.rows, torch.full((pad,), 2)])
+                    positions = torch.cat([batch.positions, torch.zeros(pad, dtype=torch.int64)])
+                    return sample(logits.clone(), type(batch)(rows, positions), indices)
+
+            return Longer()
 
         padded.sampler.prepare = prepare
         out = padded.step(range(num), [2] * num, logits[:num].numpy(), admitted, num_logprobs=1)

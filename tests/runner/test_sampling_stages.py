@@ -8,7 +8,7 @@ from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, t
 from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.forbid import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 
 VOCABULARIES = [7, 100, 1000]
 NULL = 5  # the last of six rows
@@ -68,7 +68,7 @@ def test_min_tokens_costs_nothing_once_reached():
     harness = Harness(2, 7)
     stage = stage_of(harness, MinTokens)
     harness.step([0], [2], np.zeros((1, 7)), [admission(0, GREEDY.with_changes(min_tokens=1), stop_ids=(0,))])
-    assert stage.prepare(np.array([0], np.int32), harness.ring.open()) is None
+    assert not stage.is_used_by(np.array([0], np.int32))
 
 
 def test_a_vocabulary_of_stop_ids_may_end():
@@ -112,7 +112,7 @@ PENALTIES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_penalties_follow_prompt_and_output(vocab, dtype):
     rng = np.random.default_rng(vocab)
-    harness = Harness(6, vocab, dtype)
+    harness, beside = Harness(6, vocab, dtype), Harness(6, vocab, dtype)
     rows = [4, 0, 2, 1, 3]
     params = [PENALTIES[0], GREEDY, *PENALTIES[1:]]
     prompts = [rng.integers(0, min(vocab, 12), 5 + i).tolist() for i in range(5)]
@@ -128,11 +128,11 @@ def test_penalties_follow_prompt_and_output(vocab, dtype):
             penalized(row, prompt, output, own)
             for row, prompt, output, own in zip(logits, prompts, outputs, params, strict=True)
         ]
-        edited = torch.as_tensor(logits).to(dtype)
         positions = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
-        tokens = harness.step(rows, positions, lambda batch, own=edited: own, admitted).tokens.tolist()
-        np.testing.assert_allclose(edited.numpy(), expected, rtol=1e-13, atol=2e-6 if dtype == torch.float32 else 0)
-        assert tokens == [int(row.argmax()) for row in edited.numpy()]
+        tokens = harness.step(rows, positions, logits, admitted).tokens.tolist()
+        edited = beside.edited(rows, positions, logits, admitted)
+        np.testing.assert_allclose(edited, expected, rtol=1e-13, atol=2e-6 if dtype == torch.float32 else 0)
+        assert tokens == [int(row.argmax()) for row in edited]
         for output, token in zip(outputs, tokens, strict=True):
             output.append(token)
         admitted = ()
@@ -335,49 +335,38 @@ def test_pooling_rows_do_not_change_the_sampler():
     assert seen == [[4]] * each + [[3, 1]] * each
 
 
-def test_a_stage_that_cannot_be_captured_is_never_left_out_of_a_replayed_head():
-    """A stage without `by_row` must run eagerly: a replayed head without it would ignore the parameter."""
+class Forbid7(Stage):
+    """Of row 1; `key` None: it cannot be captured."""
 
-    class UsedByRow1(Stage):
-        def prepare(self, rows, upload):
-            raise AssertionError("a captured step does not call it")
+    def __init__(self, key) -> None:
+        self.key = key
 
-        def is_used_by(self, rows):
-            return 1 in rows
+    def is_used_by(self, rows):
+        return 1 in rows
 
+    def work(self, rows):
+        edit = lambda logits, batch: logits[:, 7].fill_(-torch.inf)  # noqa: E731
+        return StageWork(self.key, edit, needs_sampling_dtype=True, users=rows == 1)
+
+
+def prepared(harness, rows):
+    return harness.sampler.prepare(make_plan(rows), capture=True)
+
+
+@pytest.mark.parametrize("key", [None, "forbid 7"])
+def test_a_new_stage_needs_no_change_of_the_sampler(key):
+    """A step in which a row uses a stage that cannot be captured runs eagerly: a replayed head without the stage would
+    ignore the parameter."""
     harness = Harness(4, 20)
     harness.step([0, 1], [2, 2], np.zeros((2, 20)), [admission(0, GREEDY), admission(1, GREEDY)])
-    harness.sampler.stages.append(UsedByRow1())
-    assert harness.sampler.prepare_by_row(make_plan([0])) is not None
-    assert harness.sampler.prepare_by_row(make_plan([0, 1])) is None
-
-
-def test_a_stage_that_can_be_captured_needs_no_change_of_the_sampler():
-    class Forbid7(Stage):
-        def prepare(self, rows, upload):
-            raise AssertionError("a captured step does not call it")
-
-        def is_used_by(self, rows):
-            return 1 in rows
-
-        def can_capture(self, rows):
-            return len(rows) < 3
-
-        def by_row(self, rows):
-            edit = lambda logits, batch: logits[:, 7].fill_(-torch.inf)  # noqa: E731
-            return ByRow("forbid 7", StageWork(edit), needs_sampling_dtype=True)
-
-    harness = Harness(4, 20)
-    harness.step([0, 1], [2, 2], np.zeros((2, 20)), [admission(0, GREEDY), admission(1, GREEDY)])
-    plain = harness.sampler.prepare_by_row(make_plan([0, 1]))
-    harness.sampler.stages.append(Forbid7())
-    replayed = harness.sampler.prepare_by_row(make_plan([0, 1]))
-    assert replayed.key == (*plain.key, "forbid 7") and replayed.needs_sampling_dtype
-    assert not plain.needs_sampling_dtype
+    plain = prepared(harness, [0, 1])
+    harness.sampler.stages.append(Forbid7(key))
+    edited, other = prepared(harness, np.array([0, 1])), prepared(harness, [0, 2])
+    assert edited.key == (key and (*plain.key, key)) and edited.needs_sampling_dtype
+    assert other.key == plain.key and not plain.needs_sampling_dtype
     logits = torch.zeros(2, 20)
     logits[:, 7], logits[:, 3] = 2, 1
     batch = DrawBatch(torch.tensor([0, 1]), torch.tensor([3, 3]))
-    assert plain.sample(logits.clone(), batch).tokens.tolist() == [7, 7]
-    assert replayed.sample(logits.clone(), batch).tokens.tolist() == [3, 3]
-    assert harness.sampler.prepare_by_row(make_plan([0, 2])).key == plain.key
-    assert harness.sampler.prepare_by_row(make_plan([0, 1, 2])) is None
+    assert plain(logits.clone(), batch).tokens.tolist() == [7, 7]
+    indices = [torch.as_tensor(index) for index in edited.indices]
+    assert edited(logits.clone(), batch, indices).tokens.tolist() == [3, 3]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runner.sampling_harness import Harness, admission
+from slipstream.contracts.step import DrawEdits
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.thinking import Thinking, ThinkingAutomaton
 
@@ -124,6 +125,23 @@ def test_a_row_forgets_the_text_that_its_last_request_was_forced_to_write():
     assert harness.step([0, 1], [2, 2], logits, [budget(0, 0), budget(1, 20)]).tokens.tolist() == [3, 7]
     plain = admission(0, SamplingParams(temperature=0))
     assert harness.step([0, 1], [2, 3], logits, [plain], [0]).tokens.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_forced_token_waits_until_the_grammar_allows_it(captures):
+    thinking = Thinking(((1,),), ((3,),), (3,), True)
+    params = SamplingParams(temperature=0, thinking_token_budget=0, structured_outputs={"regex": "a"})
+    harness = Harness(3, VOCAB, captures=captures)
+    admitted, drawn = [replace(admission(0, params, prompt=(9, 9)), thinking=thinking)], []
+    for step, allowed in enumerate(([7], [7, 3], [7, 3])):
+        bits = np.zeros((1, 2), np.int32)
+        bits[0, 0] = sum(1 << token for token in allowed)
+        late = DrawEdits(np.array([0], np.int32), bits)
+        out = harness.step([0], [2 + step], np.eye(VOCAB)[[7]], admitted, late=late)
+        assert not out.failed.any()
+        drawn += out.tokens.tolist()
+        admitted = []
+    assert drawn == [7, 3, 7]
 
 
 @pytest.mark.parametrize("seed", range(20))

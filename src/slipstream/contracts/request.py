@@ -137,7 +137,7 @@ class Request:
         self.next_scored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
         self.num_logprobs: int | None = None  # per drawn token
         # Sizes of its entries in device tables, whose entries are all as long as the longest: wide logprobs, stop ids,
-        # bad words plus one for its last tokens, tokens of the longest bad word. None: no entries.
+        # bad words, tokens of the longest bad word. None: no entries.
         self.list_sizes: tuple[int, ...] | None = None
         self.num_staged_ids = 0
         if self.pooling is None:
@@ -145,7 +145,7 @@ class Request:
             num_stops = len(self.stop_ids) if params.min_tokens else 0
             if params.wide_width or num_stops or bad_words:
                 longest = max(map(len, bad_words), default=0)
-                self.list_sizes = (params.wide_width, num_stops, len(bad_words) + bool(bad_words), longest)
+                self.list_sizes = (params.wide_width, num_stops, len(bad_words), longest)
             # integers that its admission uploads besides page-table entries and history
             self.num_staged_ids = (
                 num_stops

@@ -42,9 +42,10 @@ class Gathered:
     token_rows: torch.Tensor | None = None  # [T] int64, the row of each token; None: rows last for one step only
     sitting: torch.Tensor | None = None  # [sitting] int64, rows that draw nothing; None: all draw
     is_advanced: bool = False  # whether the row table has the lengths after the step already
+    graph: Hashable | None = None  # key of the forward, whose graph left this at fixed addresses
 
-    def for_heads(self) -> Gathered:
-        """Without what only the layers read, so that its memory can be reused."""
+    def for_heads(self, graph: Hashable) -> Gathered:
+        """Without what only the layers read, so that its memory can be reused. `graph`: key of the forward."""
         old = self.view
         nothing = old.lengths[:0]
         # in every step: `replace` takes ten times as long
@@ -64,7 +65,7 @@ class Gathered:
             num_seen=old.num_seen,
             host_seen=old.host_seen,
         )
-        return Gathered(view, self.rows, self.offsets)
+        return Gathered(view, self.rows, self.offsets, graph=graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,9 +26,7 @@ from slipstream.runner.results import (
     WIDE,
     CapturedDraw,
     Head,
-    Indices,
     ResultRing,
-    ResultShape,
     pack,
     result_shape,
     view_drafts,
@@ -36,9 +34,20 @@ from slipstream.runner.results import (
 )
 from slipstream.runner.rows import RowTable, leave_out_
 from slipstream.runner.sampling.logprobs import prepare_scores
-from slipstream.runner.sampling.sampler import DrawOutput, Replayed, Sampler
+from slipstream.runner.sampling.sampler import Sampler, SamplingWork
 from slipstream.runner.sampling.stage import DrawBatch
 from slipstream.runner.staging import Upload
+
+
+class HeadKey(NamedTuple):
+    """All that the captured draws of steps depend on."""
+
+    kind: str
+    num_rows: int  # with padding
+    is_picked: bool  # the hidden states are at fixed addresses
+    sampling: Hashable  # of `SamplingWork`
+    drafts: Hashable  # whether a row has drafts, number of proposed and returned ones, rows of a drafter's model
+    hidden: Hashable | None = None  # of the graph of the forward, which left the hidden states that are not picked
 
 
 class GenerateHead:
@@ -75,220 +84,165 @@ class GenerateHead:
         return plan.scores is not None or (self.drafter is not None and self.drafter.reads_hidden)
 
     def prepare(
-        self,
-        plan: StepPlan,
-        upload: Upload,
-        size: Size | None = None,
-        *,
-        only_last: bool = False,
-        added: tuple[Hashable, ...] = (),
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
-        """Host: upload what sampling needs; None if no row draws in this step and no prompt is scored."""
-        num_draws, scores = len(plan.rows), plan.scores
-        picked = pick = None
-        is_mixed = size is not None and not size.is_single
-        if plan.tokens.size or is_mixed or not num_draws:  # otherwise all rows decode and draw
-            which = np.flatnonzero(plan.num_drawn)
-            num_draws = len(which)
-            if not num_draws and scores is None:
-                return None
-            if num_draws < plan.total_tokens or is_mixed:
-                indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
-                pick = np.stack([indices, which, plan.rows[which]]).astype(np.int64)
-        drafts = self._drafts(plan)
-        if pick is not None and drafts.offsets is not None:
-            pick = np.concatenate([pick, drafts.offsets[None]])
+        """Host: upload what sampling needs; None if no row draws in this step and no prompt is scored.
+
+        The draws are captured if all that rows use can be: then they are padded too, and read fixed addresses.
+        """
+        num_draws, pick = self._pick(plan, size, only_last=only_last)
+        scores = plan.scores
+        if not num_draws and scores is None:
+            return None
         adapters = self.adapters if self.adapters is not None and self.adapters.changes_head(plan) else None
-        if scores is None and adapters is None and (pick is not None or (size is not None and size.is_single)):
-            replayed = self._prepare_replayed(plan, num_draws, pick, size, drafts, upload, added)
-            if replayed is not None:
-                return replayed
-        if drafts.run_drafter:
-            drafts.max_length = int(plan.lengths.max()) + 1
-        if pick is not None:
-            picked = upload.put(pick)
-        sample = self.sampler.prepare(plan, upload) if num_draws else None
+        num_rows = None
+        if scores is None and adapters is None:
+            num_rows = self.graphs.rows_for(num_draws) if pick is not None else None if size is None else size.rows
+        sample = self.sampler.prepare(plan, capture=num_rows is not None) if num_draws else None
+        is_captured = sample is not None and sample.key is not None
+        if num_rows is None or not is_captured:
+            num_rows = num_draws
+        drafts = self._drafts(plan, num_rows, is_captured=is_captured)
+        shape = result_shape(
+            num_rows,
+            None if sample is None else sample.num_logprobs,
+            self._numpy_dtype,
+            None if sample is None or sample.requested is None else sample.requested.shape,
+            None if scores is None else (len(scores.indices), scores.num_logprobs),
+            None if sample is None or sample.wide is None else sample.wide.shape,
+            drafts.has_any and num_draws > 0,
+            drafts.num_returned if num_draws else 0,
+        )
+        first = plan.first_draws if isinstance(plan, DraftedPlan) and num_draws else None
+        out = self.results.open(shape, num_draws if is_captured else None, first)
+        span = None if pick is None or not num_draws else upload.put(self._padded(pick, num_rows))
+        score = None if scores is None else prepare_scores(scores, self._score_logits(plan, adapters, upload), upload)
         tiles = None
         if adapters is not None and num_draws:
             slots = plan.adapter_slots
             assert slots is not None
             tiles = adapters.tiles(slots[plan.num_drawn > 0], upload)
-        score = None if scores is None else prepare_scores(scores, self._score_logits(plan, adapters, upload), upload)
-        shape = result_shape(
-            num_draws,
-            plan.num_logprobs if num_draws else None,
-            self._numpy_dtype,
-            None if sample is None or sample.requested is None else sample.requested.shape,
-            None if scores is None else (len(scores.indices), scores.num_logprobs),
-            None if sample is None or sample.wide is None else sample.wide.shape,
-            drafts.offsets is not None and num_draws > 0,
-            drafts.num_returned if num_draws else 0,
-        )
-        out = self.results.open(shape, first=drafts.first if num_draws else None)
-        num_rows = len(plan.rows)
-        is_padded = size is not None and size.is_single and picked is None  # every row draws
+        key = None
+        if sample is not None and sample.key is not None:
+            key = HeadKey("head", num_rows, pick is not None, sample.key, drafts.key)
 
-        def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            self._leave_out(batch, None if picked is None else upload.tensor(picked))
-            results = _named(PROMPT, score(hidden)) if score is not None else {}
+        index_spans = () if sample is None else [upload.put(each) for each in sample.indices]
+
+        def draw(inputs: DrawInputs, buffer: torch.Tensor, results: dict[str, torch.Tensor]) -> torch.Tensor:
             if sample is not None:
-                rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
-                if is_padded:
-                    hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
-                    offsets = None if offsets is None else offsets[:num_rows]
-                if picked is not None:
-                    own, indices, rows, *of_drafts = upload.tensor(picked).unbind(0)
-                    hidden = hidden.index_select(0, own)
-                    positions = positions.index_select(0, indices)
-                    offsets = of_drafts[0] if of_drafts else None
-                draws = self._draw_batch(rows, positions, offsets, drafts)
-                drawn = sample(self._logits(hidden, tiles), draws, self.rows.accept)
-                results |= self._compute_results(drawn, draws, hidden, drafts)
-                if drawn.requested is not None:
-                    results["requested"] = drawn.requested
-                if drawn.wide is not None:
-                    results |= _named(WIDE, drawn.wide)
-            out.write(results)
+                indices = [upload.tensor(each) for each in index_spans]
+                views, returned = view_draws(shape, buffer), view_drafts(shape, buffer)
+                results |= self._draw(inputs, sample, indices, drafts, tiles, views, returned)
+            return pack(results, shape, buffer)
 
-        return Head(run, out.handle)
-
-    def _prepare_replayed(
-        self,
-        plan: StepPlan,
-        num_draws: int,
-        pick: np.ndarray[Any, Any] | None,
-        size: Size | None,
-        drafts: _Drafts,
-        upload: Upload,
-        added: tuple[Hashable, ...],
-    ) -> Head | None:
-        """Host: the head as a captured graph; None if a feature of this step cannot be captured.
-
-        `pick`: the indices of the hidden states to sample from, the indices of their rows in the step, the rows, and
-        with drafts the offsets. They are first copied to fixed addresses. None: all hidden states are sampled from,
-        where the forward's graph left them.
-        """
-        # without indices the head has the rows of the forward, which other engines may have made larger
-        num_rows = size.rows if pick is None and size is not None else self.graphs.rows_for(num_draws)
-        if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
-            return None
-        # captured work is replayed for rows of any length
-        drafts.max_length, drafts.num_rows = self.max_length, self.graphs.rows_for(drafts.num_rows) or num_rows
-        has_drafts = drafts.offsets is not None
-        shape = result_shape(
-            num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts, num_proposed=drafts.num_returned
-        )
-        out = self.results.open(shape, num_draws, drafts.first)
-        span = None
-        if pick is not None:
-            padded = np.zeros((len(pick), num_rows), np.int64)
-            padded[2, num_draws:] = len(self.rows.computed) - 1  # the padding row
-            padded[:, :num_draws] = pick
-            span = upload.put(padded)
-        key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
-        if has_drafts or drafts.run_drafter:
-            key += (has_drafts, drafts.num_proposed)
-        if drafts.num_returned:
-            key += ("returned",)
-        if drafts.run_drafter and self.drafter is not None and self.drafter.always_runs:
-            key += (drafts.num_rows,)
-        # without indices the hidden states are where the graph of the forward left them: which graph was it?
-        if span is None:
-            key += added
-        if span is None and size is not None and size.is_short:
-            key += ("short",)
-
-        def draw(inputs: DrawInputs) -> torch.Tensor:
-            return self._draw(inputs, replayed, shape, drafts)
+        def captured(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
+            return draw(DrawInputs.of(batch, hidden), self.graphs.results.room(shape.num_bytes), {})
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            self._leave_out(batch, None if span is None else upload.tensor(span))
-            inputs = DrawInputs.of(batch, hidden)
-            if span is not None:
-                inputs = self._picked.bring(hidden, batch.view.lengths, upload.tensor(span))
-            out.write_packed(self.graphs.run(key, lambda: draw(inputs)))
+            picked = None if span is None else upload.tensor(span)
+            # rows that sit out this step draw for the padding row
+            leave_out_(batch.rows if picked is None else picked[2], batch.sitting, len(self.rows.computed) - 1)
+            inputs = DrawInputs.of(batch, hidden) if picked is None else self._picked.bring(batch, hidden, picked)
+            if key is None:
+                scored = {} if score is None else _named(PROMPT, score(hidden))
+                draw(inputs.of_first(num_rows), out.room(), scored)
+                return
+            # without indices the draws read what the graph of the forward left
+            own = key if picked is not None else key._replace(hidden=batch.graph)
+            room = self.graphs.results.room(shape.num_bytes)
+            out.write_packed(self.graphs.run(own, lambda: draw(inputs, room, {})))
 
-        captured = None
-        if span is None:
-            captured = CapturedDraw(key, lambda batch, hidden: draw(DrawInputs.of(batch, hidden)), out.write_packed)
-        return Head(run, out.handle, captured)
+        whole = None if key is None or pick is not None else CapturedDraw(key, captured, out.write_packed)
+        return Head(run, out.handle, whole)
 
-    def _leave_out(self, batch: Gathered, pick: torch.Tensor | None) -> None:
-        """Device: rows that sit out this step draw for the padding row. `pick`: the uploaded indices of the draws."""
-        leave_out_(batch.rows if pick is None else pick[2], batch.sitting, len(self.rows.computed) - 1)
+    def _pick(
+        self, plan: StepPlan, size: Size | None, *, only_last: bool
+    ) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]] | None]:
+        """Host: the number of draws, and [3 or 4, draws]: indices of the hidden states to sample from, indices of their
+        rows in the step, the rows, and with drafts the offsets; None: all hidden states are sampled from."""
+        is_mixed = size is not None and not size.is_single
+        if not plan.tokens.size and not is_mixed and len(plan.rows):
+            return len(plan.rows), None  # all rows decode and draw
+        which = np.flatnonzero(plan.num_drawn)
+        if len(which) == plan.total_tokens and not is_mixed:
+            return len(which), None
+        indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
+        of_drafts = (plan.draw_offsets,) if isinstance(plan, DraftedPlan) else ()
+        return len(which), np.stack([indices, which, plan.rows[which], *of_drafts]).astype(np.int64)
 
-    def _drafts(self, plan: StepPlan) -> _Drafts:
-        """Host: the drafts of the sampling rows of a step, without `max_length`."""
-        num_proposed = 0 if self.drafter is None else plan.num_proposed
-        num_returned = num_proposed if plan.returns_drafts else 0
-        follows = self.drafter is not None and self.drafter.always_runs and plan.catch_up is None
-        run_drafter = num_proposed > 0 or follows
-        if not isinstance(plan, DraftedPlan):
-            num_rows = int(np.count_nonzero(plan.num_drawn))
-            return _Drafts(None, None, num_proposed, run_drafter, False, 0, num_rows, num_returned)
-        first, is_read = plan.first_draws, self.sampler.reads_output(plan)
-        return _Drafts(plan.draw_offsets, first, num_proposed, run_drafter, is_read, 0, len(first), num_returned)
+    def _padded(self, pick: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
+        num_draws = pick.shape[1]
+        if num_draws == num_rows:
+            return pick
+        padded = np.zeros((len(pick), num_rows), np.int64)
+        padded[2, num_draws:] = len(self.rows.computed) - 1  # the padding row
+        padded[:, :num_draws] = pick
+        return padded
 
-    def _draw_batch(
-        self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
-    ) -> DrawBatch:
-        """Device: the draws of the step."""
-        if drafts.offsets is None:
-            return DrawBatch(rows, positions)
-        assert offsets is not None, "the offsets of a step with drafts were not uploaded"
-        earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
-        return DrawBatch(rows, positions, offsets, earlier)
+    def _drafts(self, plan: StepPlan, num_draws: int, *, is_captured: bool) -> _Drafts:
+        """Host: the drafts of the sampling rows of a step. `num_draws`: with padding."""
+        drafter, first = self.drafter, plan.first_draws if isinstance(plan, DraftedPlan) else None
+        num_proposed = 0 if drafter is None else plan.num_proposed
+        num_rows, max_length = 0 if drafter is None or not drafter.always_runs else num_draws, self.max_length
+        if num_rows and first is not None:
+            num_rows = self.graphs.rows_for(len(first)) or num_draws if is_captured else len(first)
+        if drafter is not None and not is_captured:  # captured work is replayed for rows of any length
+            max_length = int(plan.lengths.max()) + 1
+        return _Drafts(
+            are_read=first is not None and self.sampler.reads_output(plan),
+            has_any=first is not None,
+            num_proposed=num_proposed,
+            num_returned=num_proposed if plan.returns_drafts else 0,
+            runs_drafter=num_proposed > 0 or (drafter is not None and drafter.always_runs and plan.catch_up is None),
+            max_length=max_length,
+            num_rows=num_rows,
+        )
 
-    def _compute_results(
+    def _draw(
         self,
-        drawn: DrawOutput,
-        draws: DrawBatch,
-        hidden: torch.Tensor,
+        inputs: DrawInputs,
+        sample: SamplingWork,
+        indices: Sequence[torch.Tensor],
         drafts: _Drafts,
-        views: Accepted | None = None,
-        returned: torch.Tensor | None = None,
+        tiles: Tiles | None,
+        views: Accepted,
+        returned: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw, those of
-        `Accepted` at `views` if given, and drafts at `returned` if the drafter writes there."""
+        """Device: draw a token for every row, padding included, store them, and propose drafts after them. Returns the
+        results: those of `Accepted` at `views`, and drafts at `returned` if the drafter writes there."""
+        hidden, rows, positions, offsets = inputs
+        draws = DrawBatch(rows, positions)
+        if drafts.has_any:
+            assert offsets is not None, "the offsets of a step with drafts were not uploaded"
+            earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
+            draws = DrawBatch(rows, positions, offsets, earlier)
+        # Captured kernels convert what they read, so only logits that a stage computes with must have the sampling
+        # dtype. Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on
+        # the parameters of other rows.
+        is_wide = sample.key is None or sample.needs_sampling_dtype or self._batch_invariant
+        logits = self._logits(hidden, tiles) if is_wide else self.model.logits(hidden)
+        drawn = sample(logits, draws, indices, functools.partial(self.rows.accept, out=views))
         failed = drawn.failed
-        if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
-            _, failed = self.rows.draw(draws.rows, drawn.tokens, failed, views)
-        if self.drafter is not None and drafts.run_drafter:
+        if not drafts.has_any:  # otherwise the sampler has stored the accepted tokens
+            _, failed = self.rows.draw(rows, drawn.tokens, failed, views)
+        if self.drafter is not None and drafts.runs_drafter:
             batch = DraftBatch(
-                draws.rows,
-                draws.offsets,
-                draws.positions,
-                drawn.tokens,
-                hidden,
-                drafts.max_length,
-                len(draws.rows) if draws.offsets is None else drafts.num_rows,
-                returned,
+                rows, draws.offsets, positions, drawn.tokens, hidden, drafts.max_length, drafts.num_rows, returned
             )
             self.drafter.propose(batch, drafts.num_proposed)
-        results = {"tokens": drawn.tokens if views is None else views.tokens, "failed": failed}
+        results = {"tokens": views.tokens, "failed": failed}
         if drafts.num_returned:
             assert self.drafter is not None, "drafts are returned, but there is no drafter"
-            if returned is not None and self.drafter.fills_returned:
-                results[DRAFTS] = returned
-            else:
-                results[DRAFTS] = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, draws.rows)
+            if returned is None or not self.drafter.fills_returned:
+                returned = self.rows.next_tokens[:, 1 : 1 + drafts.num_returned].index_select(0, rows)
+            results[DRAFTS] = returned
         if drawn.kept is not None:
             results[KEPT] = drawn.kept
-        return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
-
-    def _draw(self, inputs: DrawInputs, replayed: Replayed, shape: ResultShape, drafts: _Drafts) -> torch.Tensor:
-        """Device: draw a token for every row, padding included, and pack the results."""
-        hidden, draws = inputs.hidden, self._draw_batch(inputs.rows, inputs.positions, inputs.offsets, drafts)
-        # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
-        # Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on the
-        # parameters of other rows.
-        wide = replayed.needs_sampling_dtype or self._batch_invariant
-        compute = self._logits if wide else self.model.logits
-        buffer = self.graphs.results.room(shape.num_bytes)
-        views = view_draws(shape, buffer)
-        drawn = replayed.sample(compute(hidden), draws, functools.partial(self.rows.accept, out=views))
-        returned = view_drafts(shape, buffer)
-        return pack(self._compute_results(drawn, draws, hidden, drafts, views, returned), shape, buffer)
+        if drawn.logprobs is not None:
+            results |= _named("", drawn.logprobs)
+        if drawn.requested is not None:
+            results["requested"] = drawn.requested
+        return results if drawn.wide is None else results | _named(WIDE, drawn.wide)
 
     def _logits(self, hidden: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """Device: logits in the dtype that sampling uses. `tiles`: hidden states whose adapter changes the logits."""
@@ -312,14 +266,18 @@ class GenerateHead:
 class _Drafts:
     """The drafts of a step's sampling rows, on the host."""
 
-    offsets: Indices | None  # [sampling] index among the draws of one drafted row; None: no row has drafts
-    first: Indices | None  # indices of the first draw of each row among all draws
-    num_proposed: int  # drafts to propose for the next step
-    run_drafter: bool  # also true if the drafter only stores what later steps read
+    has_any: bool  # a row has drafts
     are_read: bool  # a stage depends on the drafts before a draw
-    max_length: int  # at least the number of tokens of every row after the draw
-    num_rows: int  # at least the number of rows, each counted once
+    num_proposed: int  # drafts to propose for the next step
     num_returned: int  # proposed drafts of each row that the result has
+    runs_drafter: bool  # also true if the drafter only stores what later steps read
+    max_length: int  # at least the number of tokens of every row after the draw
+    num_rows: int  # at least the number of rows, each counted once; for a drafter that computes a model
+
+    @property
+    def key(self) -> Hashable:
+        """Of captured work."""
+        return self.has_any, self.num_proposed, self.num_returned, self.runs_drafter and self.num_rows
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
@@ -343,6 +301,12 @@ class DrawInputs(NamedTuple):
         """All hidden states of a step."""
         return cls(hidden, batch.rows, batch.view.lengths, batch.offsets)
 
+    def of_first(self, num: int) -> DrawInputs:
+        """Without padding."""
+        if len(self.rows) == num:
+            return self
+        return DrawInputs(*[None if each is None else each[:num] for each in self])
+
 
 class PickedInputs:
     """The inputs of draws of some hidden states of a step, at fixed addresses: a captured draw reads them there."""
@@ -351,7 +315,7 @@ class PickedInputs:
         self._num_rows = num_rows
         self._buffers: tuple[torch.Tensor, ...] | None = None
 
-    def bring(self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor) -> DrawInputs:
+    def bring(self, batch: Gathered, hidden: torch.Tensor, pick: torch.Tensor) -> DrawInputs:
         """Device: `pick` [3 or 4, n]: indices of hidden states, indices of their rows in the step, the rows, offsets if
         there are drafts."""
         if self._buffers is None:
@@ -360,6 +324,6 @@ class PickedInputs:
         tokens, indices, rows, *offsets = pick.unbind(0)
         own_hidden, own_positions, own_rows, own_offsets = (buffer[: len(tokens)] for buffer in self._buffers)
         torch.index_select(hidden, 0, tokens, out=own_hidden)
-        torch.index_select(positions, 0, indices, out=own_positions)
+        torch.index_select(batch.view.lengths, 0, indices, out=own_positions)
         own_rows.copy_(rows)
         return DrawInputs(own_hidden, own_rows, own_positions, own_offsets.copy_(offsets[0]) if offsets else None)

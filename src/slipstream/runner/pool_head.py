@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -76,13 +76,7 @@ class PoolHead(StepFeature):
         return any(self.modes.of(own).task not in ("embed", "classify") for own in _distinct(params))
 
     def prepare(
-        self,
-        plan: StepPlan,
-        upload: Upload,
-        size: Size | None = None,
-        *,
-        only_last: bool = False,
-        added: tuple[Hashable, ...] = (),
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
         """Host: upload what the step's rows need; None if the step has no row of a pooling request."""
         pool_plan = plan.pooling or NO_POOLING
@@ -93,7 +87,7 @@ class PoolHead(StepFeature):
             in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
             # skipped tokens need an upload
             if not others and mode.task in ("embed", "classify") and in_one_step and not mode.skip:
-                return self._prepare_alike(plan, mode, size, only_last, added)
+                return self._prepare_alike(plan, mode, size, only_last)
         rows = self._pooled_rows(plan, pool_plan)
         if not rows:
             return None
@@ -111,9 +105,7 @@ class PoolHead(StepFeature):
 
         return self._head(blocks, run)
 
-    def _prepare_alike(
-        self, plan: StepPlan, mode: PoolMode, size: Size | None, only_last: bool, added: tuple[Hashable, ...]
-    ) -> Head:
+    def _prepare_alike(self, plan: StepPlan, mode: PoolMode, size: Size | None, only_last: bool) -> Head:
         """Host: every prompt of the step ends with it, and all have one mode. Nothing is uploaded."""
         count = len(plan.rows)
         # a graph for each truncated width would leave no room for other graphs: truncate after the replay
@@ -126,8 +118,9 @@ class PoolHead(StepFeature):
             if size is None:
                 vectors = work(batch, hidden)
             else:
-                key = ("pool", size, only_last, common, *added)
-                vectors = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
+                vectors = self.graphs.run(
+                    ("pool", common, batch.graph), lambda: self.graphs.results.put(work(batch, hidden))
+                )[:count]
             return [[vectors if common is mode else finish(vectors, mode)]]
 
         return self._head([ResultBlock(mode.width, None, None, count)], run)

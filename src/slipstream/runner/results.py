@@ -305,9 +305,13 @@ class ResultSpan:
         self._count = count
         self._first = first
 
+    def room(self) -> torch.Tensor:
+        """Device: this part of the buffer."""
+        return self._buffer.on_device[self._start : self._start + self._shape.num_bytes]
+
     def write(self, results: dict[str, torch.Tensor]) -> None:
         """Device: write the results."""
-        pack(results, self._shape, self._buffer.on_device[self._start :])
+        pack(results, self._shape, self.room())
 
     def write_part(self, name: str, first: int, part: torch.Tensor) -> None:
         """Device: write a part of one field, from index `first` of its first dimension on."""
@@ -318,7 +322,7 @@ class ResultSpan:
 
     def write_packed(self, packed: torch.Tensor) -> None:
         """Device: write the output of `pack`."""
-        self._buffer.on_device[self._start : self._start + self._shape.num_bytes].copy_(packed)
+        self.room().copy_(packed)
 
     def handle(self, sent: Sent) -> StepHandle:
         """Host: the handle that reads this span."""
@@ -428,15 +432,8 @@ class HeadMaker(Protocol):
         """Host: whether the head reads hidden states other than that of each row's last token."""
 
     def prepare(
-        self,
-        plan: StepPlan,
-        upload: Upload,
-        size: Size | None = None,
-        *,
-        only_last: bool = False,
-        added: tuple[Hashable, ...] = (),
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
         """Host: upload what the head needs; None if this step needs no head. `size`: what the forward is padded to;
         None: it is not padded. `only_last`: the hidden states are those of each row's last token, not of all tokens.
-        `added`: the keys of features in the forward: a captured forward leaves its hidden states at addresses that
-        depend on them."""
+        A captured forward leaves them at the addresses of its graph: `Gathered.graph`."""

@@ -105,19 +105,18 @@ class ModelRunner:
         only_last = self._reads_only_last(plan)
         exchanged = _exchanged_tokens(joint, size)
         is_replayed = size is not None and (joint is None or joint.can_replay)
-        added = tuple(part.key for part in parts if part.key is not None)
-        prepared = [maker.prepare(plan, upload, size, only_last=only_last, added=added) for maker in self.heads]
+        prepared = [maker.prepare(plan, upload, size, only_last=only_last) for maker in self.heads]
         heads = [head for head in prepared if head is not None]
         upload.send(self.device.compute)
         step = _Step(upload.sent)
+
+        key = ("forward", size, only_last, exchanged, *(part.key for part in parts if part.key is not None))
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
             hidden = self._forward(batch, only_last, parts, exchanged)
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
-            return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
-
-        key = ("forward", size, only_last, exchanged, *added)
+            return batch.for_heads(key), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def run_forward() -> None:
             step.batch, step.hidden = self.graphs.run(key, forward) if is_replayed else forward()

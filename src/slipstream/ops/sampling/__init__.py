@@ -1,7 +1,7 @@
 """Sampling on the device: noise, truncation, penalties, logprobs. No function here reads a value on the host."""
 
 from slipstream.ops.platform.dispatch import by_device
-from slipstream.ops.sampling import drafts, native, reference
+from slipstream.ops.sampling import cpu, drafts, reference
 from slipstream.ops.sampling.drafts import (
     Accepted,
     DrawnTokens,
@@ -20,6 +20,7 @@ from slipstream.ops.sampling.reference import (
     Choice,
     DrawTables,
     Penalty,
+    RowHints,
     TokenMask,
     TopLogprobs,
     match_words,
@@ -31,14 +32,13 @@ _KERNELS = "slipstream.ops.sampling.triton"
 
 add_entries_ = by_device(reference.add_entries_, _KERNELS)
 count_ = by_device(reference.count_, _KERNELS)
-draw = by_device(reference.draw, _KERNELS)
-draw_by_row = by_device(reference.draw_by_row, _KERNELS)
+draw_by_row = by_device(cpu.draw_by_row, _KERNELS)
 drop_below_ = by_device(reference.drop_below_, _KERNELS)
 fetch_masks_ = by_device(reference.fetch_masks_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
 forbid_ = by_device(reference.forbid_, _KERNELS)
 forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
-argmax_rows = by_device(native.argmax_rows, _KERNELS)
+argmax_rows = by_device(cpu.argmax_rows, _KERNELS)
 mask_bits_ = by_device(reference.mask_bits_, _KERNELS)
 logprobs_of = by_device(reference.logprobs_of, _KERNELS)
 noise_bits = by_device(reference.noise_bits, _KERNELS)
@@ -69,6 +69,7 @@ __all__ = [
     "MatchRule",
     "Penalty",
     "RESAMPLE",
+    "RowHints",
     "RowHistory",
     "TokenMask",
     "TopLogprobs",
@@ -76,7 +77,6 @@ __all__ = [
     "add_entries_",
     "argmax_rows",
     "count_",
-    "draw",
     "draw_by_row",
     "drop_below_",
     "earlier_drafts",

@@ -27,7 +27,7 @@ from slipstream.ops.sampling.floor import (
     step_keys,
     uniform_at,
 )
-from slipstream.ops.sampling.reference import DRAW, Choice, DrawTables, Penalty, TokenMask
+from slipstream.ops.sampling.reference import DRAW, Choice, DrawTables, Penalty, RowHints, TokenMask
 
 _CHUNK = 4096
 _DRAW_CHUNK = 2048  # noise takes more registers per token
@@ -36,22 +36,10 @@ _CUT_CHUNK = 1024
 _PART = 256
 
 
-def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:
-    return _choose(logits, None, None, None, None, penalty, mask)
-
-
-def draw(
-    logits: torch.Tensor,
-    keys: torch.Tensor,  # [R] int64
-    random: torch.Tensor | None = None,  # [R] bool
-    temperature: torch.Tensor | None = None,  # [R]
-    limits: torch.Tensor | None = None,  # [R, 3]
-    penalty: Penalty | None = None,
-    mask: TokenMask | None = None,
+def argmax_rows(
+    logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None, hints: RowHints | None = None
 ) -> Choice:
-    if limits is None:
-        return draw_unlimited(logits, keys, random, temperature, penalty, mask)
-    return _choose(logits, keys, random, temperature, limits, penalty, mask)
+    return _choose(logits, None, None, None, None, penalty, mask)
 
 
 def draw_by_row(
@@ -61,13 +49,13 @@ def draw_by_row(
     tables: DrawTables,
     penalty: Penalty | None = None,
     mask: TokenMask | None = None,
+    hints: RowHints | None = None,
 ) -> Choice:
     if tables.limits is None:
-        return draw_unlimited(
-            logits, tables.keys, tables.is_random, tables.temperatures, penalty, mask, rows=rows, positions=positions
-        )
+        return draw_unlimited(logits, rows, positions, tables, penalty, mask)
     keys = step_keys(tables.keys.index_select(0, rows), positions, DRAW)
-    random, temperature = tables.is_random.index_select(0, rows), tables.temperatures.index_select(0, rows)
+    random = tables.is_random.index_select(0, rows)
+    temperature = None if tables.temperatures is None else tables.temperatures.index_select(0, rows)
     return _choose(logits, keys, random, temperature, tables.limits.index_select(0, rows), penalty, mask)
 
 
@@ -257,17 +245,14 @@ _DRAW = tl.constexpr(reference.DRAW)
 
 def draw_unlimited(
     logits: torch.Tensor,
-    keys: torch.Tensor,
-    random: torch.Tensor | None,
-    temperature: torch.Tensor | None,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    tables: DrawTables,
     penalty: Penalty | None,
-    mask: TokenMask | None = None,
-    *,
-    rows: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    mask: TokenMask | None,
 ) -> Choice:
-    """As `choose.draw` without limits. Parts do not change a token, so they may depend on the number of rows. With
-    `rows` and `positions` [R] the other tensors are tables: the kernel reads them at its row and makes the step key."""
+    """`draw_by_row` without limits. Parts do not change a token, so they may depend on the number of rows. The kernel
+    reads the tables at its row and makes the step key."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
     num_blocks = triton.cdiv(size, _BLOCK)
@@ -277,9 +262,9 @@ def draw_unlimited(
     ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     _draw_kernel[(num_parts, num_rows)](
         logits,
-        keys,
-        None if random is None else random.view(torch.uint8),
-        temperature,
+        tables.keys,
+        tables.is_random.view(torch.uint8),
+        tables.temperatures,
         rows,
         positions,
         *(penalty or (None,) * 5),
@@ -330,19 +315,12 @@ def _draw_kernel(
     row = tl.program_id(1).to(tl.int64)
     logits += row * stride
     wait_for_previous(DEPENDENT)
-    entry = row  # in the tables
-    if rows is not None:
-        entry = tl.load(rows + row)
-    key = tl.load(keys + entry).to(tl.uint64)
-    if positions is not None:
-        key = step_key_of(key, tl.load(positions + row), _DRAW)
-    low, high = halves(key)
+    entry = tl.load(rows + row)  # in the tables
+    low, high = halves(step_key_of(tl.load(keys + entry), tl.load(positions + row), _DRAW))
     scale = tl.full([], 1.0, tl.float32)
-    noisy = tl.full([], 1, tl.int1)
     if temperature is not None:
         scale = tl.load(temperature + entry).to(tl.float32)
-    if random is not None:
-        noisy = tl.load(random + entry) != 0
+    noisy = tl.load(random + entry) != 0
     penalty: tl.constexpr = None
     if entries is not None:
         penalty = find_penalty(row, size, counts, seen, entries, values, earlier, EARLIER)

@@ -13,20 +13,17 @@ _BLOCK = 2048
 
 def penalize_(
     logits: torch.Tensor,  # [R, V]
-    index: torch.Tensor | None,  # [N] int64; None: all rows in order
     counts: torch.Tensor,  # [entries, V] int32
     seen: torch.Tensor,  # [entries, V] uint8
-    entries: torch.Tensor,  # [N] int64
-    values: torch.Tensor,  # [N, 3]
-    earlier: torch.Tensor | None = None,  # [N, K] int64
+    entries: torch.Tensor,  # [R] int64
+    values: torch.Tensor,  # [R, 3]
+    earlier: torch.Tensor | None = None,  # [R, K] int64
 ) -> None:
-    """As the reference. An item with a negative entry changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
     _penalize_kernel[(triton.cdiv(size, _BLOCK), len(entries))](
         logits,
-        index,
         counts,
         seen,
         entries,
@@ -39,11 +36,10 @@ def penalize_(
     )
 
 
-# grid: (blocks, items)
-@triton.jit(do_not_specialize_on_alignment=["index", "entries"])
+# grid: (blocks, rows)
+@triton.jit(do_not_specialize_on_alignment=["entries"])
 def _penalize_kernel(
     logits,
-    index,
     counts,
     seen,
     entries,
@@ -54,19 +50,16 @@ def _penalize_kernel(
     EARLIER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    item = tl.program_id(1).to(tl.int64)
-    entry = tl.load(entries + item).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    entry = tl.load(entries + row).to(tl.int64)
     if entry >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
-        row = item
-        if index is not None:
-            row = tl.load(index + item).to(tl.int64)
         where = logits + row * stride + token
         x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
         if earlier is not None:
-            earlier += item * EARLIER
-        x = penalized(x, token, mask, counts + entry * size, seen + entry * size, values + item * 3, earlier, EARLIER)
+            earlier += row * EARLIER
+        x = penalized(x, token, mask, counts + entry * size, seen + entry * size, values + row * 3, earlier, EARLIER)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
@@ -89,20 +82,24 @@ def _count_kernel(counts, seen, entries, tokens, num, size, BLOCK: tl.constexpr)
     tl.store(seen + at, tl.load(seen + at, mask=entry >= 0, other=0) | IN_OUTPUT, mask=entry >= 0)
 
 
-def add_entries_(logits: torch.Tensor, table: torch.Tensor, entries: torch.Tensor) -> None:
+def add_entries_(logits: torch.Tensor, index: torch.Tensor | None, table: torch.Tensor, entries: torch.Tensor) -> None:
     assert logits.stride(1) == 1 and table.is_contiguous() and table.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _add_kernel[(triton.cdiv(size, _BLOCK), len(entries))](logits, table, entries, logits.stride(0), size, BLOCK=_BLOCK)
+    _add_kernel[(triton.cdiv(size, _BLOCK), len(entries))](
+        logits, index, table, entries, logits.stride(0), size, BLOCK=_BLOCK
+    )
 
 
-# grid: (blocks, rows)
-@triton.jit
-def _add_kernel(logits, table, entries, stride, size, BLOCK: tl.constexpr):
+# grid: (blocks, items)
+@triton.jit(do_not_specialize_on_alignment=["index"])
+def _add_kernel(logits, index, table, entries, stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     entry = tl.load(entries + row).to(tl.int64)
     if entry >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
+        if index is not None:
+            row = tl.load(index + row).to(tl.int64)
         where = logits + row * stride + token
         x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + entry * size + token, mask=mask).to(tl.float32)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
@@ -113,7 +110,7 @@ def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
     _forbid(logits, index, ids, active[:, None].expand(ids.shape))
 
 
-def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
+def forbid_matched_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, matched: torch.Tensor) -> None:
     """Sets logits[index[i], ids[i, j]] to -inf where matched[i, j]."""
     _forbid(logits, index, ids, matched)
 

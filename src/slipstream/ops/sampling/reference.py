@@ -132,8 +132,19 @@ class DrawTables(NamedTuple):
 
     keys: torch.Tensor  # [rows] int64 row keys
     is_random: torch.Tensor  # [rows] bool, whether the row is sampled with noise
-    temperatures: torch.Tensor  # [rows], above 0
+    temperatures: torch.Tensor | None  # [rows], above 0; None: the logits are already scaled
     limits: torch.Tensor | None  # [rows, 3] as in `find_floor`; None: no row has limits
+
+
+class RowHints(NamedTuple):
+    """Knowledge of the host about the rows of a step that is not captured, so that an implementation in torch computes
+    no more than they need. The tables say it too, so others ignore it."""
+
+    random_rows: torch.Tensor | None  # [N] int64, those that are sampled with noise; None: all
+    is_scaled: bool  # whether a temperature is not 1
+    penalized_rows: torch.Tensor | None  # [N] int64; None: all, if there are penalties
+    order: Sequence[tuple[torch.Tensor, int]]  # as `find_floor` takes it
+    may_overwrite: bool  # nothing reads the logits after the draw
 
 
 class Choice(NamedTuple):
@@ -159,11 +170,16 @@ def draw(
         logits = logits / temperature[:, None]
     if limits is not None:
         logits = logits.masked_fill(logits < find_floor(logits, limits, None)[:, None], -torch.inf)
+    return argmax_rows(noisy(logits, keys, random))
+
+
+def noisy(logits: torch.Tensor, keys: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """logits - log E, whose largest value is the sampled token's."""
     noise = uniform(noise_bits(keys, logits.shape[1]), logits.dtype)
-    gumbel = noise.neg_().log1p_().neg_().log_().neg_()
+    log_exponential = noise.neg_().log1p_().neg_().log_()
     if random is not None:
-        gumbel.masked_fill_(~random[:, None], 0)
-    return argmax_rows(gumbel.add_(logits))
+        log_exponential.masked_fill_(~random[:, None], 0)
+    return torch.sub(logits, log_exponential, out=log_exponential)
 
 
 def draw_by_row(
@@ -177,8 +193,8 @@ def draw_by_row(
     """As `draw`, for these rows of the tables and their positions."""
     keys = step_keys(tables.keys.index_select(0, rows), positions, DRAW)
     limits = None if tables.limits is None else tables.limits.index_select(0, rows)
-    random, temperature = tables.is_random.index_select(0, rows), tables.temperatures.index_select(0, rows)
-    return draw(logits, keys, random, temperature, limits, penalty, mask)
+    temperature = None if tables.temperatures is None else tables.temperatures.index_select(0, rows)
+    return draw(logits, keys, tables.is_random.index_select(0, rows), temperature, limits, penalty, mask)
 
 
 def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None, mask: TokenMask | None = None) -> Choice:
@@ -215,8 +231,13 @@ def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     return matches.all(-1) & (words[..., 0] >= 0)
 
 
-def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
-    """Sets logits[index[i], ids[i, j]] to -inf where matched[i, j]. Ids may repeat, and may be -1 where not matched."""
+def forbid_matched_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, matched: torch.Tensor) -> None:
+    """Sets logits[index[i], ids[i, j]] to -inf where matched[i, j]. Ids may repeat, and may be -1 where not matched.
+
+    Without an index, row i is i.
+    """
+    if index is None:
+        index = torch.arange(len(ids), device=ids.device)
     change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(matched, -torch.inf)
     # adds -inf: for an id that ends two words, the order of the writes does not matter
     logits.index_put_((index[:, None], ids.clamp(min=0)), change, accumulate=True)
@@ -224,33 +245,40 @@ def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor
 
 def penalize_(
     logits: torch.Tensor,
-    index: torch.Tensor | None,  # [N] rows of the logits; None: all, in order
     counts: torch.Tensor,  # [entries, V] int32, occurrences of a token in the output
     seen: torch.Tensor,  # [entries, V] uint8 flags
-    entries: torch.Tensor,  # [N] entries of the rows' counts; negative, without an index: no penalty
-    values: torch.Tensor,  # [N, 3] repetition, presence, frequency
-    earlier: torch.Tensor | None = None,  # [N, K] further tokens of the output that are not counted yet; -1: none
+    entries: torch.Tensor,  # [R] entries of the rows' counts; negative: no penalty
+    values: torch.Tensor,  # [R, 3] repetition, presence, frequency
+    earlier: torch.Tensor | None = None,  # [R, K] further tokens of the output that are not counted yet; -1: none
 ) -> None:
     """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
+    own = penalized(logits, counts, seen, entries, values, earlier)
+    logits.copy_(torch.where((entries >= 0)[:, None], own, logits))
+
+
+def penalized(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    seen: torch.Tensor,
+    entries: torch.Tensor,
+    values: torch.Tensor,
+    earlier: torch.Tensor | None,
+) -> torch.Tensor:
+    """`penalize_` for rows that have an entry, as a new tensor; the others are arbitrary."""
+    entries = entries.clamp(min=0)
     repetition, presence, frequency = values[:, :, None].unbind(1)
-    kept = entries if index is not None else entries.clamp(min=0)
-    before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, kept)
-    flags = seen.index_select(0, kept)
+    counts, flags = counts.index_select(0, entries), seen.index_select(0, entries)
     if earlier is not None:
         counts.scatter_add_(1, earlier.clamp(min=0), (earlier >= 0).to(counts.dtype))
         flags = flags | (counts > 0).to(flags.dtype) * IN_OUTPUT
     factor = torch.where(flags != 0, repetition, 1)
-    own = torch.where(before > 0, before / factor, before * factor)
-    own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))
-    if index is None:
-        logits.copy_(torch.where((entries >= 0)[:, None], own, before))
-    else:
-        logits.index_copy_(0, index, own)
+    own = torch.where(logits > 0, logits / factor, logits * factor)
+    return own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))
 
 
 def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
     own = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    penalize_(own, None, *penalty)
+    penalize_(own, *penalty)
     return own
 
 
@@ -263,10 +291,16 @@ def count_(counts: torch.Tensor, seen: torch.Tensor, entries: torch.Tensor, toke
     seen.view(-1).index_copy_(0, items, seen.view(-1).index_select(0, items) | in_output)
 
 
-def add_entries_(logits: torch.Tensor, table: torch.Tensor, entries: torch.Tensor) -> None:
-    """logits[i] += table[entries[i]] for every entries[i] >= 0. table [entries, V], entries [R]."""
+def add_entries_(logits: torch.Tensor, index: torch.Tensor | None, table: torch.Tensor, entries: torch.Tensor) -> None:
+    """logits[index[i]] += table[entries[i]] for every entries[i] >= 0. table [entries, V], index and entries [N].
+
+    Without an index, row i is i. With one, a row with a negative entry has no defined result.
+    """
     added = table.index_select(0, entries.clamp(min=0)).to(logits.dtype)
-    logits.copy_(torch.where((entries >= 0)[:, None], logits + added, logits))
+    if index is not None:
+        logits.index_add_(0, index, added)
+    else:
+        logits.copy_(torch.where((entries >= 0)[:, None], logits + added, logits))
 
 
 def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, entries: torch.Tensor) -> None:

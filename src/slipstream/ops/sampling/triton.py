@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.sampling.choose import argmax_rows, draw, draw_by_row
+from slipstream.ops.sampling.choose import argmax_rows, draw_by_row
 from slipstream.ops.sampling.edit import (
     add_entries_,
     count_,
@@ -202,7 +202,6 @@ __all__ = [
     "add_entries_",
     "argmax_rows",
     "count_",
-    "draw",
     "draw_by_row",
     "drop_below_",
     "fetch_masks_",

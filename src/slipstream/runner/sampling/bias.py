@@ -14,15 +14,7 @@ from slipstream.device.device import Device
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.sampling import add_entries_
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.sampling.stage import (
-    ByRow,
-    DrawBatch,
-    EntryTable,
-    Stage,
-    StagedEntries,
-    StageRows,
-    StageWork,
-)
+from slipstream.runner.sampling.stage import DrawBatch, Entries, EntryTable, Stage, StageRows, StageWork
 from slipstream.runner.staging import HostRing, Upload
 
 
@@ -34,7 +26,7 @@ class LogitBias(Stage):
     ) -> None:
         self.vocab_size = vocab_size
         self.dtype = dtype
-        self.entries = StagedEntries(num_rows, device)
+        self.entries = Entries(num_rows, device)
         self.table = EntryTable(num_rows, vocab_size, torch_dtype, device)
         self._new: list[tuple[int, SamplingParams]] = []
 
@@ -73,30 +65,16 @@ class LogitBias(Stage):
 
         upload.then(write)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.entries.users(rows, upload)
-        if users is None:
-            return None
-        table = self.table
-
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.entries)))
-
-        return StageWork(edit)
-
     def is_used_by(self, rows: Ints) -> bool:
         return self.entries.is_used_by(rows)
 
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
-        table, entries = self.table, self.entries.staged.device
+    def work(self, rows: Ints) -> StageWork:
+        table, entries = self.table, self.entries
 
         def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            add_entries_(logits, table.tensor, entries.index_select(0, batch.rows))
+            add_entries_(logits, batch.draws, table.tensor, entries.of(batch))
 
-        return ByRow(("bias", table.shape), StageWork(edit), needs_sampling_dtype=True)
+        return StageWork(("bias", table.shape), edit, needs_sampling_dtype=True, users=entries.users(rows))
 
 
 # HostBias: adds the sparse biases of logits processors that see tokens.
@@ -129,13 +107,7 @@ class HostBias(Stage):
     def is_used_by(self, rows: Ints) -> bool:
         return self.rows.is_used_by(rows)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        return self.by_row(rows).work if self.is_used_by(rows) else None
-
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
+    def work(self, rows: Ints) -> StageWork:
         entries, table = self._entries, self._table
 
         def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
@@ -145,7 +117,7 @@ class HostBias(Stage):
             values = torch.where(own[:, None] >= 0, values, 0)
             logits.scatter_add_(1, found[:, 0].long(), values)
 
-        return ByRow("host_bias", StageWork(edit), needs_sampling_dtype=True)
+        return StageWork("host_bias", edit, needs_sampling_dtype=True)
 
     def send(self, late: DrawEdits) -> None:
         """Host: copy the biases of the step whose forward was launched last."""
@@ -194,9 +166,7 @@ class HostLogits(Stage):
     def is_used_by(self, rows: Ints) -> bool:
         return self.rows.is_used_by(rows)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self.is_used_by(rows):
-            return None
+    def work(self, rows: Ints) -> StageWork:
         edits = self._newest = []  # a list of its own: the work of an older step may still have to run
         index_of = {row: index for index, row in enumerate(rows.tolist())}
 
@@ -210,7 +180,7 @@ class HostLogits(Stage):
             if self.group is not None and edited:
                 _copy_from_first(self.group, logits, list(edited))
 
-        return StageWork(edit)
+        return StageWork(None, edit, reads=True)
 
     def send(self, late: DrawEdits) -> None:
         """Host: the edits of the step whose forward was launched last."""

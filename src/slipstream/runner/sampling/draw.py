@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,154 +12,114 @@ import torch
 from slipstream.contracts.step import Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sampling import (
-    DRAW,
     Choice,
     DrawTables,
     argmax_rows,
-    draw,
     draw_by_row,
     drop_below_,
     find_floor,
+    mask_bits_,
+    penalize_,
     row_key,
-    step_keys,
 )
 from slipstream.params.sampling import SamplingParams
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, MaskOf, PenaltyOf, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
 from slipstream.runner.staging import StagedTensor, Upload
 
 DrawWork = Callable[[torch.Tensor, DrawBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""
 
 
-class Draw:
-    """Greedy rows take the likeliest token, the first of equal ones; the others add Gumbel noise made from their key.
+class Draw(Stage):
+    """Temperature and noise. Greedy rows take the likeliest token, the first of equal ones; the others divide by the
+    temperature and add Gumbel noise made from their key.
 
     A row in which no token is left (-inf everywhere) draws token 0 and is marked as failed.
     """
 
-    def __init__(self, num_rows: int, device: Device) -> None:
+    def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.random = np.zeros(num_rows, np.bool_)
+        self.temperature = np.ones(num_rows)  # 1 for greedy rows
         self._users: set[int] = set()  # rows that sample
         self.keys = StagedTensor((num_rows,), np.int64, device)
-        self.is_random = StagedTensor((num_rows,), np.bool_, device)  # the device's copy of `random`
-
-    def apply(self, plan: StepPlan) -> None:
-        self._users.difference_update(plan.released.tolist())
-        for admission in plan.admitted:
-            random = not admission.params.is_greedy
-            if random != self.random[admission.row]:
-                self.random[admission.row] = random
-                self.is_random.write(admission.row, random)
-            if random:
-                self._users.add(admission.row)
-                self.keys.write(admission.row, row_key(admission.seed, admission.sample))
-
-    def flush(self, upload: Upload) -> None:
-        self.keys.flush(upload)
-        self.is_random.flush(upload)
-
-    def is_used_by(self, rows: Ints) -> bool:
-        """Host: whether any of these rows samples."""
-        return bool(self._users) and bool(self.random[rows].any())
-
-    def prepare(self, rows: Ints, upload: Upload) -> DrawWork:
-        """Host: the work that draws tokens [S] from logits [S, V]. Only sampling rows get noise."""
-        if not self.is_used_by(rows):
-            return greedy
-        random = self.random[rows]
-        keys = self.keys.device
-        if random.all():
-            return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
-        span = upload.put(np.flatnonzero(random))
-
-        def mixed(logits: torch.Tensor, batch: DrawBatch) -> Choice:
-            index = upload.tensor(span)
-            own = _keys(keys, batch.rows.index_select(0, index), batch.positions.index_select(0, index))
-            choice = argmax_rows(logits)
-            choice.tokens.index_copy_(0, index, draw(logits.index_select(0, index), own).tokens)
-            return choice
-
-        return mixed
-
-    def by_row(
-        self, scale: Scale, limits: torch.Tensor | None, penalty_of: PenaltyOf | None, mask_of: MaskOf | None = None
-    ) -> DrawWork:
-        """Host: work that is the same for any rows. Masks, penalties, temperature and then limits are applied as the
-        logits are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
-        tables = DrawTables(self.keys.device, self.is_random.device, scale.staged.device, limits)
-
-        def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
-            penalty = None if penalty_of is None else penalty_of(batch)
-            mask = None if mask_of is None else mask_of(batch)
-            return draw_by_row(logits, batch.rows, batch.positions, tables, penalty, mask)
-
-        return drawn
-
-
-def greedy(logits: torch.Tensor, batch: DrawBatch) -> Choice:
-    return argmax_rows(logits)
-
-
-def greedy_by_row(penalty_of: PenaltyOf | None, mask_of: MaskOf | None = None) -> DrawWork:
-    """Host: the captured draw of greedy rows."""
-    if penalty_of is None and mask_of is None:
-        return greedy
-
-    def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
-        penalty = None if penalty_of is None else penalty_of(batch)
-        return argmax_rows(logits, penalty, None if mask_of is None else mask_of(batch))
-
-    return drawn
-
-
-def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return step_keys(keys.index_select(0, rows), positions, DRAW)
-
-
-# Scale: divides logits by the temperature.
-
-
-class Scale(Stage):
-    """The temperature of each row. Greedy rows and free rows have 1."""
-
-    def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
-        self.temperature = np.ones(num_rows)
-        self._users: set[int] = set()  # rows whose temperature is not 1
-        self.staged = StagedTensor((num_rows,), dtype, device, fill=1)
+        # the device's copies of `random` and `temperature`
+        self.is_random = StagedTensor((num_rows,), np.bool_, device)
+        self.temperatures = StagedTensor((num_rows,), dtype, device, fill=1)
 
     def apply(self, plan: StepPlan) -> None:
         self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             row, params = admission.row, admission.params
-            temperature = 1.0 if params.is_greedy else params.temperature
-            if temperature != 1.0:
-                self._users.add(row)
+            random = not params.is_greedy
+            temperature = params.temperature if random else 1.0
+            if random != self.random[row]:
+                self.random[row] = random
+                self.is_random.write(row, random)
             if temperature != self.temperature[row]:
                 self.temperature[row] = temperature
-                self.staged.write(row, temperature)
+                self.temperatures.write(row, temperature)
+            if random:
+                self._users.add(row)
+                self.keys.write(row, row_key(admission.seed, admission.sample))
 
     def flush(self, upload: Upload) -> None:
-        self.staged.flush(upload)
-
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self.is_used_by(rows):
-            return None
-        temperature = self.staged.device
-
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            logits.div_(temperature.index_select(0, batch.rows)[:, None])
-
-        return StageWork(edit)
+        self.keys.flush(upload)
+        self.is_random.flush(upload)
+        self.temperatures.flush(upload)
 
     def is_used_by(self, rows: Ints) -> bool:
+        return bool(self._users) and bool(self.random[rows].any())
+
+    def is_scaled(self, rows: Ints) -> bool:
+        """Host: whether a temperature of these rows is not 1."""
         return bool(self._users) and bool((self.temperature[rows] != 1.0).any())
 
-    def can_capture(self, rows: Ints) -> bool:
-        return True
+    def work(self, rows: Ints) -> StageWork:
+        return StageWork("random", users=self.random[rows], temperatures=self.temperatures.device)
 
-    def by_row(self, rows: Ints) -> ByRow:
-        """Nothing to add: a captured draw of random rows always divides by the temperature, which is 1 by default."""
-        return ByRow(None)
+    def choose(self, parts: Sequence[StageWork], *, is_random: bool) -> DrawWork:
+        """Host: the work that draws tokens. It applies what is left of the parts as it reads the logits. `is_random`:
+        whether a row is not greedy."""
+        mask_of = next((part.mask for part in parts if part.mask is not None), None)
+        penalty_of = next((part.penalty for part in parts if part.penalty is not None), None)
+        if not is_random and penalty_of is None and mask_of is None:
+            return _likeliest
+        temperatures = next((part.temperatures for part in parts if part.temperatures is not None), None)
+        limits = next((part.limits for part in parts if part.limits is not None), None)
+        tables = DrawTables(self.keys.device, self.is_random.device, temperatures, limits)
+
+        def drawn(logits: torch.Tensor, batch: DrawBatch) -> Choice:
+            penalty = None if penalty_of is None else penalty_of(batch)
+            mask = None if mask_of is None else mask_of(batch)
+            if not is_random:
+                return argmax_rows(logits, penalty, mask, batch.hints)
+            return draw_by_row(logits, batch.rows, batch.positions, tables, penalty, mask, batch.hints)
+
+        return drawn
+
+
+def _likeliest(logits: torch.Tensor, batch: DrawBatch) -> Choice:
+    return argmax_rows(logits)
+
+
+def apply_to_logits(part: StageWork) -> StageWork:
+    """The same, but what the draw would apply as it reads the logits is an edit."""
+    if part.mask is None and part.penalty is None and part.temperatures is None and part.limits is None:
+        return part
+
+    def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
+        if part.mask is not None:
+            own = part.mask(batch)
+            mask_bits_(logits, own.bits, own.entries.index_select(0, own.index))
+        if part.penalty is not None:
+            penalize_(logits, *part.penalty(batch))
+        if part.temperatures is not None:
+            logits.div_(part.temperatures.index_select(0, batch.rows)[:, None])
+        if part.limits is not None:
+            order = None if batch.hints is None else batch.hints.order
+            drop_below_(logits, find_floor(logits, part.limits.index_select(0, batch.rows), order))
+
+    return StageWork(part.key, edit, part.drawn, needs_sampling_dtype=part.mask is None)
 
 
 # Truncate: min-p, then top-k, then top-p, as one floor for each row's logits.
@@ -215,30 +175,18 @@ class Truncate(Stage):
     def flush(self, upload: Upload) -> None:
         self.limits.flush(upload)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self.is_used_by(rows):
-            return None
-        group = self.group[rows]
-        groups = []
-        for which in (_BEST, _TOP_K, _ALL):
-            index = np.flatnonzero(group == which)
-            if len(index):
-                max_k = 0 if which == _BEST else int(self.top_k[rows[index]].max())
-                groups.append((upload.put(index), max_k))
-        limits = self.limits.device
-
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            order = [(upload.tensor(index), max_k) for index, max_k in groups]
-            drop_below_(logits, find_floor(logits, limits.index_select(0, batch.rows), order))
-
-        return StageWork(edit)
-
     def is_used_by(self, rows: Ints) -> bool:
         return bool(self._users) and bool(self.group[rows].any())
 
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
+    def work(self, rows: Ints) -> StageWork:
         """Logits are not edited: the draw applies the limits as it reads them."""
-        return ByRow("truncate", limits=self.limits.device)
+        return StageWork("truncate", limits=self.limits.device)
+
+    def order(self, rows: Ints) -> list[tuple[np.ndarray[Any, np.dtype[np.int64]], int]]:
+        """Host: how much of which rows an implementation with a sort has to sort."""
+        group, found = self.group[rows], []
+        for which in (_BEST, _TOP_K, _ALL):
+            index = np.flatnonzero(group == which)
+            if len(index):
+                found.append((index, 0 if which == _BEST else int(self.top_k[rows[index]].max())))
+        return found

@@ -19,7 +19,7 @@ from slipstream.contracts.step import Admission, DrawEdits, Ints, Processed, Ste
 from slipstream.device.device import Device
 from slipstream.ops.sampling import TokenMask, fetch_masks_
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageRows, StageWork
 from slipstream.runner.staging import HostRing, Upload
 
 
@@ -62,15 +62,9 @@ class GrammarMask(Stage):
     def is_used_by(self, rows: Ints) -> bool:
         return self.rows.is_used_by(rows)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        return self.by_row(rows).with_masked_logits().work if self.is_used_by(rows) else None
-
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
+    def work(self, rows: Ints) -> StageWork:
         """Logits are not edited: the draw applies the mask as it reads them."""
-        return ByRow("grammar", mask=self._mask)
+        return StageWork("grammar", mask=self._mask)
 
     def _fetch(self, num_masks: int) -> None:
         """Device: fetch masks, and the entries of all draws."""

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from slipstream.contracts.step import Ints, PromptScores, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sampling import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
-from slipstream.runner.sampling.stage import EntryAllocator, ListTable
+from slipstream.runner.sampling.stage import ListTable
 from slipstream.runner.staging import Upload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +51,16 @@ class ReportedValues:
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobsWork:
-    """Reports the drawn token's logprob and rank, and the k likeliest tokens."""
+class SomeRows(Generic[T]):
+    """Reports more of some sampling rows of one step."""
 
-    k: int
-    edited: bool  # whether a stage changes the logits before the draw
-    values: ReportedValues
-
-    def keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Device, before the stages: the tensor that `compute` reads. Stages edit the processed logits in place."""
-        return logits.clone() if self.edited and not self.values.is_processed else logits
-
-    def compute(self, logits: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
-        """Device, after the draw. `logits`: those of `keep`."""
-        return self.values.top(logits, tokens, self.k)
+    shape: tuple[int, int]  # number of these rows, and the maximum number of values
+    # device: from logits and tokens of all sampling rows, and the indices that the step uploaded
+    compute: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], T]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedLogprobsWork:
-    """Reports the logprobs of requested ids in one step."""
-
-    shape: tuple[int, int]  # number of rows with requested ids, and the maximum number of ids
-    compute: Callable[[torch.Tensor], torch.Tensor]  # device: logits [S, V] to values of that shape
+Add = Callable[[np.ndarray[Any, np.dtype[np.int64]]], int]
+"""Host: adds indices to those that the step uploads. Returns their number."""
 
 
 class RequestedLogprobs:
@@ -77,52 +68,33 @@ class RequestedLogprobs:
 
     def __init__(self, num_rows: int, device: Device, max_ids: int, values: ReportedValues) -> None:
         self.values = values
-        self.entries = EntryAllocator(num_rows)
-        self.ids = ListTable(self.entries, 1, torch.int32, device, max_ids, fill=0)
-        self._new: list[tuple[int, tuple[int, ...]]] = []
+        self.ids = ListTable(num_rows, 1, torch.int32, device, max_ids, fill=0)
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
             self.ids.free(row)
         for admission in plan.admitted:
             if ids := admission.params.requested_ids:
-                self.ids.assign(admission.row, len(ids))
-                self._new.append((admission.row, ids))
+                self.ids.assign(admission.row, np.array(ids, np.int32))
 
     def flush(self, upload: Upload) -> None:
-        if self._new:
-            self.ids.make_room(upload)
-        for row, ids in self._new:
-            self._write(int(self.entries.of_row[row]), ids, upload)
-        self._new = []
+        self.ids.flush(upload)
 
-    def _write(self, entry: int, ids: tuple[int, ...], upload: Upload) -> None:
-        table, span, num = self.ids, upload.put(np.array(ids, np.int32)), len(ids)
+    def is_used_by(self, rows: Ints) -> bool:
+        return self.ids.entries.is_used_by(rows)
 
-        def write() -> None:
-            table.tensor[entry].zero_()[:num].copy_(upload.tensor(span))
-
-        upload.then(write)
-
-    def prepare(self, rows: Ints, upload: Upload) -> RequestedLogprobsWork | None:
-        users = self.entries.users(rows, upload)
-        if users is None:
+    def prepare(self, rows: Ints, add: Add) -> SomeRows[torch.Tensor] | None:
+        if not self.is_used_by(rows):
             return None
-        table, width, values = self.ids, int(self.ids.sizes[users.rows].max()), self.values
+        which = np.flatnonzero(self.ids.entries.users(rows))
+        table, width, values = self.ids, int(self.ids.sizes[rows[which]].max()), self.values
+        at, entries_at = add(which), add(self.ids.entries.of_row[rows[which]])
 
-        def compute(logits: torch.Tensor) -> torch.Tensor:
-            ids = table.tensor[:, :width].index_select(0, upload.tensor(users.entries))
-            return values.at(logits.index_select(0, upload.tensor(users.index)), ids.long())
+        def compute(logits: torch.Tensor, tokens: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
+            ids = table.tensor[:, :width].index_select(0, indices[entries_at])
+            return values.at(logits.index_select(0, indices[at]), ids.long())
 
-        return RequestedLogprobsWork((len(users.rows), width), compute)
-
-
-@dataclass(frozen=True, slots=True)
-class WideLogprobsWork:
-    """Reports the wide rows of one step."""
-
-    shape: tuple[int, int]  # number of wide rows, and the maximum number of likeliest tokens
-    compute: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: logits and tokens of all rows
+        return SomeRows((len(which), width), compute)
 
 
 class WideLogprobs:
@@ -147,18 +119,18 @@ class WideLogprobs:
         """Host: whether any of these rows is wide."""
         return self._num > 0 and bool(self._wanted[rows].any())
 
-    def prepare(self, rows: Ints, upload: Upload) -> WideLogprobsWork | None:
+    def prepare(self, rows: Ints, add: Add) -> SomeRows[TopLogprobs] | None:
         if not self.is_used_by(rows):
             return None
         wanted = self._wanted[rows]
         which = np.flatnonzero(wanted)
-        span, width, values = upload.put(which), int(wanted.max()), self._values
+        at, width, values = add(which), int(wanted.max()), self._values
 
-        def compute(logits: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
-            index = upload.tensor(span)
+        def compute(logits: torch.Tensor, tokens: torch.Tensor, indices: Sequence[torch.Tensor]) -> TopLogprobs:
+            index = indices[at]
             return values.top(logits.index_select(0, index), tokens.index_select(0, index), width)
 
-        return WideLogprobsWork((len(which), width), compute)
+        return SomeRows((len(which), width), compute)
 
 
 def prepare_scores(

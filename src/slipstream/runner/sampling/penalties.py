@@ -9,8 +9,8 @@ import torch
 
 from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sampling import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, EntryTable, Stage, StagedEntries, StageWork
+from slipstream.ops.sampling import IN_OUTPUT, IN_PROMPT, Penalty, count_
+from slipstream.runner.sampling.stage import DrawBatch, Entries, EntryTable, Stage, StageWork
 from slipstream.runner.staging import StagedTensor, Upload
 
 
@@ -23,7 +23,7 @@ class Penalties(Stage):
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
-        self.entries = StagedEntries(num_rows, device)
+        self.entries = Entries(num_rows, device)
         self.counts = EntryTable(num_rows, vocab_size, torch.int32, device)
         self.seen = EntryTable(num_rows, vocab_size, torch.uint8, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency
@@ -64,39 +64,21 @@ class Penalties(Stage):
 
         upload.then(write)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.entries.users(rows, upload)
-        if users is None:
-            return None
-        index_span, entry_span = users.index, users.entries
-        counts, seen, values = self.counts, self.seen, self.values.device
-
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            index, entries = upload.tensor(index_span), upload.tensor(entry_span)
-            own = values.index_select(0, batch.rows.index_select(0, index))
-            earlier = None if batch.earlier is None else batch.earlier.index_select(0, index)
-            penalize_(logits, index, counts.tensor, seen.tensor, entries, own, earlier)
-
-        return StageWork(edit, self._count)
-
     def is_used_by(self, rows: Ints) -> bool:
         return self.entries.is_used_by(rows)
 
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
-        """Logits are not edited: the draw applies `penalty` as it reads them."""
-        return ByRow(("penalties", self.counts.shape), StageWork(None, self._count), penalty=self._penalty)
+    def work(self, rows: Ints) -> StageWork:
+        """Logits are not edited: the draw applies the penalty as it reads them."""
+        key, users = ("penalties", self.counts.shape), self.entries.users(rows)
+        return StageWork(key, drawn=self._count, users=users, penalty=self._penalty)
 
     def _count(self, tokens: torch.Tensor, batch: DrawBatch, kept: torch.Tensor | None) -> None:
         """Device: count the accepted tokens of rows with an entry. A row that sits out the step is not in the batch."""
-        entries = self.entries.staged.device.index_select(0, batch.rows)
+        entries = self.entries.of(batch)
         entries = entries if kept is None else torch.where(kept, entries, -1)
         count_(self.counts.tensor, self.seen.tensor, entries, tokens)
 
     def _penalty(self, batch: DrawBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""
-        entries = self.entries.staged.device.index_select(0, batch.rows)
-        values = self.values.device.index_select(0, batch.rows)
+        entries, values = self.entries.of(batch), self.values.device.index_select(0, batch.rows)
         return Penalty(self.counts.tensor, self.seen.tensor, entries, values, batch.earlier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,36 +10,29 @@ import numpy as np
 import torch
 
 from slipstream.config.config import MAX_STEP_LOGPROBS
-from slipstream.contracts.step import DrawEdits, Ints, StepMasks, StepPlan
+from slipstream.contracts.step import Bools, DrawEdits, Ints, StepMasks, StepPlan
 from slipstream.device.collectives import Group
 from slipstream.device.device import Device
-from slipstream.ops.sampling import Accepted, DrawnTokens, TopLogprobs
+from slipstream.ops.sampling import Accepted, DrawnTokens, RowHints, TopLogprobs
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 from slipstream.runner.features import StepFeature
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.input_batch import ArrayCache
 from slipstream.runner.rows import RowState
 from slipstream.runner.sampling.bias import HostBias, HostLogits, LogitBias
-from slipstream.runner.sampling.draw import Draw, DrawWork, Scale, Truncate, greedy_by_row
+from slipstream.runner.sampling.draw import Draw, DrawWork, Truncate, apply_to_logits
 from slipstream.runner.sampling.forbid import BadWords, MinTokens
 from slipstream.runner.sampling.grammar_mask import GrammarMask
-from slipstream.runner.sampling.logprobs import (
-    LogprobsWork,
-    ReportedValues,
-    RequestedLogprobs,
-    RequestedLogprobsWork,
-    WideLogprobs,
-    WideLogprobsWork,
-)
+from slipstream.runner.sampling.logprobs import ReportedValues, RequestedLogprobs, SomeRows, WideLogprobs
 from slipstream.runner.sampling.penalties import Penalties
-from slipstream.runner.sampling.stage import DrawBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Drawn, Edit, Stage, StageWork
 from slipstream.runner.sampling.thinking_budget import ThinkingBudget
 from slipstream.runner.staging import Upload
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 _WIDTHS = (0, 1, 5, 10, 20, MAX_PACKED_LOGPROBS)
-"""Sizes of the top-k logprobs that a captured graph reports: the next larger one is used, to need few graphs."""
+"""Sizes of the top-k logprobs that a captured graph returns: the next larger one is used, to need few graphs."""
 
 
 Accept = Callable[[DrawnTokens], Accepted]
@@ -59,36 +52,49 @@ class DrawOutput:
     kept: torch.Tensor | None = None  # [S] bool: accepted tokens; None: all
 
 
-@dataclass(slots=True)  # created in every step: a frozen one costs twice as much
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingWork:
-    """The sampling of one step. The host knows its shape, the device runs it."""
+    """The sampling of one step, and of later steps with the same rows. The host knows its shape, the device runs it."""
 
-    works: list[StageWork]
+    key: Hashable | None  # of captured work: the same for all steps of this key and number of rows; None: eager
+    needs_sampling_dtype: bool  # whether a stage computes with the logits; else they may have the model's dtype
+    num_logprobs: int | None  # likeliest tokens reported; None: no logprobs
+    keeps_raw: bool  # the reported logits are those before the edits, which are in place
+    indices: Sequence[Indices]  # that an eager step uploads; the device gets them in this order
+    hints: Callable[[Sequence[torch.Tensor]], RowHints] | None  # device: from these indices; None: captured
+    edits: Sequence[tuple[Edit, int | None]]  # and which of the indices are those of the draws to edit; None: all
+    drawn: Sequence[Drawn]
     draw: DrawWork
-    logprobs: LogprobsWork | None
-    requested: RequestedLogprobsWork | None = None
-    wide: WideLogprobsWork | None = None
+    values: ReportedValues
+    requested: SomeRows[torch.Tensor] | None = None
+    wide: SomeRows[TopLogprobs] | None = None
 
-    def __call__(self, logits: torch.Tensor, batch: DrawBatch, accept: Accept | None = None) -> DrawOutput:
+    def __call__(
+        self, logits: torch.Tensor, batch: DrawBatch, indices: Sequence[torch.Tensor] = (), accept: Accept | None = None
+    ) -> DrawOutput:
         """Device: draw tokens from logits [S, vocabulary], which may be overwritten. `accept`: needed with drafts."""
-        raw = logits if self.logprobs is None else self.logprobs.keep(logits)
-        for work in self.works:
-            if work.edit is not None:
-                work.edit(logits, batch)
+        reported = logits.clone() if self.keeps_raw else logits
+        if self.hints is not None:
+            batch = batch._replace(hints=self.hints(indices))
+        for edit, number in self.edits:
+            edit(logits, batch if number is None else batch.at(indices[number]))
         # a row may also fail because its parameters contradict each other and leave no token
         tokens, failed = self.draw(logits, batch)
         kept = None
         if batch.offsets is not None:
             assert accept is not None, "drafts must be accepted or rejected"
             _, kept, failed = accept(DrawnTokens(batch.rows, batch.offsets, batch.positions, tokens, failed))
-        for work in self.works:
-            if work.drawn is not None:
-                work.drawn(tokens, batch, kept)
-        if self.logprobs is None:
+        for drawn in self.drawn:
+            drawn(tokens, batch, kept)
+        if self.num_logprobs is None:
             return DrawOutput(tokens, failed, None, None, None, kept)
-        requested = None if self.requested is None else self.requested.compute(raw)
-        wide = None if self.wide is None else self.wide.compute(raw, tokens)
-        return DrawOutput(tokens, failed, self.logprobs.compute(raw, tokens), requested, wide, kept)
+        requested = None if self.requested is None else self.requested.compute(reported, tokens, indices)
+        wide = None if self.wide is None else self.wide.compute(reported, tokens, indices)
+        logprobs = self.values.top(reported, tokens, self.num_logprobs)
+        return DrawOutput(tokens, failed, logprobs, requested, wide, kept)
 
 
 class Sampler(StepFeature):
@@ -117,7 +123,8 @@ class Sampler(StepFeature):
         self._biases = HostBias(num_rows, device)
         self._raw = HostLogits(num_rows, is_scaled=False)
         self._scaled = HostLogits(num_rows, is_scaled=True)
-        self._scale = Scale(num_rows, device, dtype)
+        self._draw = Draw(num_rows, device, dtype)
+        self._truncate = Truncate(num_rows, vocab_size, device, dtype)
         self._min_tokens = MinTokens(num_rows, vocab_size, device, max_ids)
         thinking = ThinkingBudget(num_rows, vocab_size, device)
         self._of_output: list[Stage] = [  # stages that depend on the tokens before
@@ -133,20 +140,19 @@ class Sampler(StepFeature):
             self._min_tokens,
             self._raw,
             *self._of_output[1:],
-            self._scale,
+            self._draw,
             self._scaled,
-            Truncate(num_rows, vocab_size, device, dtype),
+            self._truncate,
         ]
-        self.draw = Draw(num_rows, device)
         self._values = ReportedValues.of_mode(logprobs_mode)
         self.requested = RequestedLogprobs(num_rows, device, max_ids, self._values)
         self.wide = WideLogprobs(num_rows, self._values)
-        self._states: list[RowState] = [*self.stages, self.draw, self.requested, self.wide]
+        self._states: list[RowState] = [*self.stages, self.requested, self.wide]
         self._changed = False  # whether this step admits or releases a generation request
         # what was found for these sampling rows, which plans share as long as the same rows decode
         self._late_rows: ArrayCache[bool] = ArrayCache()
         self._readers: ArrayCache[bool] = ArrayCache()
-        self._kept: ArrayCache[tuple[int | None, Replayed | None]] = ArrayCache()
+        self._kept: ArrayCache[tuple[tuple[int | None, bool], SamplingWork]] = ArrayCache()
         self._generating: set[int] = set()  # rows of generation requests
 
     def connect_ranks(self, group: Group) -> None:
@@ -196,67 +202,80 @@ class Sampler(StepFeature):
             found = self._readers.put(rows, any(stage.is_used_by(rows) for stage in self._of_output))
         return found
 
-    def prepare(self, plan: StepPlan, upload: Upload) -> SamplingWork:
-        """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""
-        rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
-        works = [work for stage in self.stages if (work := stage.prepare(rows, upload)) is not None]
-        draw = self.draw.prepare(rows, upload)
-        if num_logprobs is None:
-            return SamplingWork(works, draw, None)
-        logprobs = LogprobsWork(num_logprobs, bool(works), self._values)
-        return SamplingWork(
-            works, draw, logprobs, self.requested.prepare(rows, upload), self.wide.prepare(rows, upload)
-        )
-
-    def prepare_by_row(self, plan: StepPlan) -> Replayed | None:
-        """Host: like `prepare`, as work that uploads nothing and can be captured; None if a feature of a row cannot be
-        captured."""
-        rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
+    def prepare(self, plan: StepPlan, *, capture: bool = False) -> SamplingWork:
+        """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows. `capture`:
+        it is captured if it can be; then its logits may have padding rows."""
+        rows, asked = _sampling_rows(plan), (plan.num_logprobs, capture)
         found = self._kept.get(rows)
-        if found is not None and found[0] == num_logprobs:
+        if found is not None and found[0] == asked:
             return found[1]
-        counts = self._min_tokens.is_used_by(rows)  # the steps that still need it
-        replayed = self._make_by_row(rows, num_logprobs)
-        if not counts:
-            self._kept.put(rows, (num_logprobs, replayed))
-        return replayed
-
-    def _make_by_row(self, rows: Ints, num_logprobs: int | None) -> Replayed | None:
-        if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.entries.is_used_by(rows)):
-            return None
         used = [stage for stage in self.stages if stage.is_used_by(rows)]
-        if used and num_logprobs is not None and self._values.is_processed:
-            return None  # a captured draw applies temperature and limits as it reads the logits, which stay raw
-        if not all(stage.can_capture(rows) for stage in used):
-            return None
-        parts = [stage.by_row(rows) for stage in used]
-        penalty_of = next((part.penalty for part in parts if part.penalty is not None), None)
-        mask_of = next((part.mask for part in parts if part.mask is not None), None)
-        if is_random := self.draw.is_used_by(rows):
-            limits = next((part.limits for part in parts if part.limits is not None), None)
-            if limits is not None and mask_of is not None:  # limits are found in several passes over the logits
-                parts, mask_of = [part.with_masked_logits() for part in parts], None
-            draw = self.draw.by_row(self._scale, limits, penalty_of, mask_of)
-        else:
-            draw = greedy_by_row(penalty_of, mask_of)
-        if num_logprobs is not None:
-            width = next(width for width in _WIDTHS if width >= num_logprobs)
-            num_logprobs = min(width, self.vocab_size)
-        edits = any(part.work.edit is not None for part in parts)
-        logprobs = None if num_logprobs is None else LogprobsWork(num_logprobs, edits, self._values)
-        key = (is_random, num_logprobs, *(part.key for part in parts if part.key is not None))
-        sample = SamplingWork([part.work for part in parts if part.key is not None], draw, logprobs)
-        return Replayed(key, any(part.needs_sampling_dtype for part in parts), num_logprobs, sample)
+        parts = [stage.work(rows) for stage in used]
+        work = self._make(rows, used, parts, plan.num_logprobs, capture=capture)
+        # the others count the steps, or belong to one
+        if self._min_tokens not in used and all(part.key is not None for part in parts):
+            self._kept.put(rows, (asked, work))
+        return work
 
+    def _make(
+        self, rows: Ints, used: list[Stage], parts: list[StageWork], num_logprobs: int | None, *, capture: bool
+    ) -> SamplingWork:
+        has_logprobs, is_random = num_logprobs is not None, self._draw in used
+        is_scaled = is_random and self._draw.is_scaled(rows)
+        # whether logits are reported that have all edits, those of the draw too
+        reads = has_logprobs and self._values.is_processed and (is_scaled or len(parts) > is_random)
+        if has_logprobs and (self.wide.is_used_by(rows) or self.requested.is_used_by(rows)):
+            capture = False  # the shapes of their results depend on the rows
+        capture = capture and not reads and all(part.key is not None for part in parts)
+        indices: list[Indices] = []
 
-@dataclass(slots=True)
-class Replayed:
-    """The sampling of one step as work that is the same for all steps of this key and number of rows."""
+        def add(index: Indices) -> int:
+            indices.append(index)
+            return len(indices) - 1
 
-    key: Hashable
-    needs_sampling_dtype: bool  # whether a stage computes with the logits; else they may have the model's dtype
-    num_logprobs: int | None  # likeliest tokens reported; None: no logprobs
-    sample: SamplingWork
+        def add_users(users: Bools | None) -> int | None:
+            return None if capture or users is None else add(np.flatnonzero(users))
+
+        def add_some(users: Bools | None) -> int | None:
+            return None if users is None or users.all() else add_users(users)
+
+        random = add_some(self._draw.random[rows]) if is_random else None
+        order: list[tuple[int, int]] = []
+        if self._truncate in used and not capture:
+            order = [(add(index), max_k) for index, max_k in self._truncate.order(rows)]
+        for number in reversed(range(len(parts))):
+            part = parts[number]
+            # limits are found in several passes over the logits
+            if reads or (self._truncate in used and part.mask is not None):
+                parts[number] = apply_to_logits(part)
+            reads = reads or part.reads
+        penalized = add_some(next((part.users for part in parts if part.penalty is not None), None))
+        edits = [(part.edit, add_users(part.users)) for part in parts if part.edit is not None]
+        keeps_raw = has_logprobs and bool(edits) and not self._values.is_processed
+        may_overwrite = keeps_raw or not has_logprobs
+
+        def hints(own: Sequence[torch.Tensor]) -> RowHints:
+            sorts = [(own[number], max_k) for number, max_k in order]
+            some = [None if number is None else own[number] for number in (random, penalized)]
+            return RowHints(some[0], is_scaled, some[1], sorts, may_overwrite)
+
+        if num_logprobs is not None and capture:
+            asked = num_logprobs
+            num_logprobs = min(next(width for width in _WIDTHS if width >= asked), self.vocab_size)
+        return SamplingWork(
+            (num_logprobs, *[part.key for part in parts]) if capture else None,
+            any(part.needs_sampling_dtype for part in parts),
+            num_logprobs,
+            keeps_raw,
+            indices,
+            None if capture or not parts else hints,
+            edits,
+            [part.drawn for part in parts if part.drawn is not None],
+            self._draw.choose(parts, is_random=is_random),
+            self._values,
+            self.requested.prepare(rows, add) if has_logprobs else None,
+            self.wide.prepare(rows, add) if has_logprobs else None,
+        )
 
 
 def _sampling_rows(plan: StepPlan) -> Ints:

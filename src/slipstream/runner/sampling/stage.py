@@ -9,21 +9,20 @@ import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from slipstream.contracts.step import Admission, Ints, StepPlan
+from slipstream.contracts.step import Admission, Bools, Ints, StepPlan
 from slipstream.device.device import Device
-from slipstream.ops.sampling import Penalty, TokenMask, mask_bits_
+from slipstream.ops.sampling import Penalty, RowHints, TokenMask
 from slipstream.runner.rows import RowState
-from slipstream.runner.staging import StagedTensor, Upload, UploadSpan
+from slipstream.runner.staging import StagedTensor, Upload
 
 
-@dataclass(frozen=True, slots=True)
-class DrawBatch:
+class DrawBatch(NamedTuple):
     """The sampling rows of a step on the device, in the plan's order, then padding rows, if any. A row that sits out
     the step (its mask was late) is the padding row here: stages must not take its token as drawn."""
 
@@ -33,83 +32,60 @@ class DrawBatch:
     offsets: torch.Tensor | None = None  # [S] int64, index among the row's; None: no row has drafts
     # [S, K] int64, drafts that come before the token to draw, in order, then -1; None: no row has drafts
     earlier: torch.Tensor | None = None
+    # [S] int64, indices of these draws among those of the step, for `StageWork.users`; None: they are all
+    draws: torch.Tensor | None = None
+    hints: RowHints | None = None  # None: the step is captured, or no row uses a stage
+
+    def at(self, index: torch.Tensor) -> DrawBatch:
+        """Some of the draws."""
+        offsets = None if self.offsets is None else self.offsets.index_select(0, index)
+        earlier = None if self.earlier is None else self.earlier.index_select(0, index)
+        return DrawBatch(
+            self.rows.index_select(0, index), self.positions.index_select(0, index), offsets, earlier, index
+        )
 
 
 Edit = Callable[[torch.Tensor, DrawBatch], None]
-"""Device: edits the logits [S, vocabulary] in place."""
+"""Device: edits the logits [draws of the step, vocabulary] of these draws in place."""
 
 Drawn = Callable[[torch.Tensor, DrawBatch, torch.Tensor | None], None]
 """Device: receives the drawn tokens [S] int64, and which of them are accepted [S] bool; None: all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # created in every step: a frozen one costs twice as much
 class StageWork:
-    """The device work of a stage in one step.
+    """The device work of a stage. It finds the parameters of each row in tables on the device, at the rows of the
+    batch, and changes nothing of rows that do not use the stage, so it serves all steps with the same key.
 
     It runs later, on the stream, when the host may be steps ahead: it must not read fields that `apply` changes.
+
+    The edit that all rows have to see last is that of the draw itself: masks, penalties, temperature and limits are
+    applied in this order as the draw reads the logits, so nothing is written. The logits hold them only if a later
+    stage `reads` the logits, or the step reports them.
     """
 
-    edit: Edit | None
+    key: Hashable | None  # differs for other work, for example on a table of another size; None: cannot be captured
+    edit: Edit | None = None
     drawn: Drawn | None = None  # for stages that depend on the output
-
-
-PenaltyOf = Callable[[DrawBatch], Penalty]
-"""Device: the penalties of the sampling rows."""
-
-MaskOf = Callable[[DrawBatch], TokenMask]
-"""Device: the tokens that the draws may choose."""
-
-
-@dataclass(frozen=True, slots=True)
-class ByRow:
-    """Work that is the same from step to step: it reads each row's parameters from tables on the device, and does not
-    change rows that do not use the stage. So it can be captured, and replayed for any rows under the same key.
-
-    Masks, penalties, temperature and limits are not edits of the logits here: the captured draw applies them in this
-    order as it reads the logits, so no edited copy is written. `work.edit` therefore sees logits before all four.
-    """
-
-    key: Hashable | None  # differs for other work, for example on a table of another size; None: adds no work
-    work: StageWork = StageWork(None)
-    needs_sampling_dtype: bool = False  # `work.edit` computes with logits; otherwise they may have the model's dtype
-    mask: MaskOf | None = None  # of one stage: `GrammarMask`
-    penalty: PenaltyOf | None = None
+    reads: bool = False  # the edit depends on the logits: it gets them as all stages before have left them
+    needs_sampling_dtype: bool = False  # the edit computes with logits; otherwise they may have the model's dtype
+    # Host, [S] the sampling rows that use the stage, so that an eager step applies `edit` to them only; None: to all.
+    users: Bools | None = None
+    mask: Callable[[DrawBatch], TokenMask] | None = None  # device: of one stage, `GrammarMask`
+    penalty: Callable[[DrawBatch], Penalty] | None = None  # device: of one stage, `Penalties`
+    temperatures: torch.Tensor | None = None  # [rows], of one stage: `Draw`
     limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them; of one stage: `Truncate`
-
-    def with_masked_logits(self) -> ByRow:
-        """The same with a mask that edits the logits."""
-        mask_of = self.mask
-        if mask_of is None:
-            return self
-
-        def edit(logits: torch.Tensor, batch: DrawBatch) -> None:
-            own = mask_of(batch)
-            mask_bits_(logits, own.bits, own.entries.index_select(0, own.index))
-
-        return replace(self, work=replace(self.work, edit=edit), mask=None)
 
 
 class Stage(RowState):
     @abstractmethod
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        """Host: the work for these sampling rows; None if none of them uses the stage.
-
-        Called once per step with all sampling rows, after `apply` and `flush`, unless `by_row` is called instead.
-        """
-
-    @abstractmethod
     def is_used_by(self, rows: Ints) -> bool:
         """Host: whether any of these sampling rows uses the stage. Changes nothing."""
 
-    def can_capture(self, rows: Ints) -> bool:
-        """Host: whether `by_row` can do the work for these sampling rows, some of which use the stage. If not, the step
-        runs its head eagerly. Changes nothing."""
-        return False
-
-    def by_row(self, rows: Ints) -> ByRow:
-        """Host: the work for these sampling rows, as work that can be captured. Called in place of `prepare`, if
-        `can_capture` of all stages that these rows use is true."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+    @abstractmethod
+    def work(self, rows: Ints) -> StageWork:
+        """Host: the work for these sampling rows, some of which use the stage. Called once per step, after `apply` and
+        `flush`; steps with the same rows may share what it returns, unless its key is None."""
 
 
 # StageRows: which rows use a sampling stage. Host only.
@@ -139,23 +115,16 @@ class StageRows:
         return bool(self._users) and bool(self._is_user[rows].any())
 
 
-# EntryAllocator: assigns entries of a small device table to the rows that use a feature.
+# Entries: assigns entries of a small device table to the rows that use a feature.
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureUsers:
-    """The sampling rows of one step that have an entry, uploaded: their indices in the step, and their entries."""
+class Entries:
+    """The entry of each row, -1 for none, on the host and on the device. The smallest free entry is assigned, so that
+    tables stay small."""
 
-    index: UploadSpan
-    entries: UploadSpan
-    rows: Ints
-
-
-class EntryAllocator:
-    """The entry of each row, -1 for none. The smallest free entry is assigned, so that tables stay small."""
-
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, device: Device) -> None:
         self.of_row = np.full(num_rows, -1, np.int64)  # host
+        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
         self._free: list[int] = []
         self._num = 0  # entries ever assigned
 
@@ -175,20 +144,22 @@ class EntryAllocator:
 
     def _set(self, row: int, entry: int) -> None:
         self.of_row[row] = entry
+        self.staged.write(row, entry)
+
+    def flush(self, upload: Upload) -> None:
+        self.staged.flush(upload)
+
+    def of(self, batch: DrawBatch) -> torch.Tensor:
+        """Device: the entries of these draws [S]."""
+        return self.staged.device.index_select(0, batch.rows)
 
     def is_used_by(self, rows: Ints) -> bool:
         """Host: whether any of these rows has an entry."""
-        return self._num > len(self._free) and bool((self.of_row[rows] >= 0).any())
+        return self._num > len(self._free) and bool(self.users(rows).any())
 
-    def users(self, rows: Ints, upload: Upload) -> FeatureUsers | None:
-        """Host: the sampling rows of a step that have an entry; None if none has."""
-        if self._num == len(self._free):
-            return None
-        entries = self.of_row[rows]
-        index = np.flatnonzero(entries >= 0)
-        if not len(index):
-            return None
-        return FeatureUsers(upload.put(index), upload.put(entries[index]), rows[index])
+    def users(self, rows: Ints) -> Bools:
+        """Host: which of these rows have an entry."""
+        return self.of_row[rows] >= 0
 
     def free(self, row: int) -> None:
         """Free the row's entry, if it has one. It can be reused at once: the device runs steps in order."""
@@ -207,22 +178,7 @@ class EntryAllocator:
         return before
 
 
-class StagedEntries(EntryAllocator):
-    """With a copy on the device, for captured work."""
-
-    def __init__(self, num_rows: int, device: Device) -> None:
-        super().__init__(num_rows)
-        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
-
-    def _set(self, row: int, entry: int) -> None:
-        super()._set(row, entry)
-        self.staged.write(row, entry)
-
-    def flush(self, upload: Upload) -> None:
-        self.staged.flush(upload)
-
-
-# Device tables with an entry for each row that uses a feature (EntryAllocator). They grow on demand.
+# Device tables with an entry for each row that uses a feature. They grow on demand.
 
 _FIRST = 4  # minimum number of entries and columns of a table, unless its bound is smaller
 _MAX_TABLES = 32  # tables of one kind that graphs are captured with; by doubling, a table reaches its bound before
@@ -262,38 +218,66 @@ class ListTable:
     """
 
     def __init__(
-        self,
-        entries: EntryAllocator,
-        num_dims: int,
-        dtype: torch.dtype,
-        device: Device,
-        max_elements: int,
-        fill: int | None,
+        self, num_rows: int, num_dims: int, dtype: torch.dtype, device: Device, max_elements: int, fill: int | None
     ) -> None:
         """Unused ids of a list are `fill`; None: the first id of the list."""
-        self.entries = entries
-        self.sizes = np.zeros((len(entries.of_row), num_dims), np.int64)  # by row; 0 for rows without a list
+        self.entries = Entries(num_rows, device)
+        self.sizes = np.zeros((num_rows, num_dims), np.int64)  # by row; 0 for rows without a list
         self.shape = (0,) * (1 + num_dims)  # after all launched steps
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
         self.number = 0  # of the current roomy tensor: work captured with one must not run with another
         self.is_roomy = True  # larger than the present rows need; else any admission may need another tensor
         self._max_elements = max_elements
         self._fill = fill
+        self._new: list[tuple[int, Ints, tuple[Ints, ...]]] = []
 
-    def assign(self, row: int, *size: int) -> None:
-        self.sizes[row] = size
+    def assign(self, row: int, ids: Ints, *coordinates: Ints) -> None:
+        """Host: the ids of a row, and the coordinates of each; without coordinates the ids are one list."""
+        self.sizes[row] = [1 + int(each.max()) for each in coordinates] if coordinates else len(ids)
         self.entries.assign(row)
+        self._new.append((row, ids, coordinates))
 
     def free(self, row: int) -> None:
         self.sizes[row] = 0
         self.entries.free(row)
 
-    def make_room(self, upload: Upload) -> None:
+    def is_capturable(self, num_rows: int) -> bool:
+        """Host: whether work that gathers an entry for each of so many rows may be captured: it must stay within the
+        bound too."""
+        return self.is_roomy and num_rows * math.prod(self.shape[1:]) <= self._max_elements
+
+    def of(self, batch: DrawBatch) -> torch.Tensor:
+        """Device: the lists of these draws [S, ...]; that of a row without one is arbitrary."""
+        return self.tensor.index_select(0, self.entries.of(batch).clamp_(min=0))
+
+    def flush(self, upload: Upload) -> None:
+        if self._new:
+            self._make_room(upload)
+        self.entries.flush(upload)
+        for row, ids, coordinates in self._new:
+            at = np.ravel_multi_index(coordinates, self.shape[1:]).astype(np.int32) if coordinates else None
+            self._write(int(self.entries.of_row[row]), upload, ids, at)
+        self._new = []
+
+    def _write(self, entry: int, upload: Upload, ids: Ints, at: Ints | None) -> None:
+        num, span, at_span = len(ids), upload.put(ids), None if at is None else upload.put(at)
+
+        def write() -> None:
+            own, values = self.tensor[entry].view(-1), upload.tensor(span).to(self.tensor.dtype)
+            own.fill_(self._fill) if self._fill is not None else own.copy_(values[:1].expand(len(own)))
+            if at_span is None:
+                own[:num].copy_(values)
+            else:
+                own.index_copy_(0, upload.tensor(at_span).long(), values)
+
+        upload.then(write)
+
+    def _make_room(self, upload: Upload) -> None:
         """Host, before new lists are written: make room for all rows from this step on. Entries may be renumbered."""
         largest = (int(self.entries.of_row.max()) + 1, *map(int, self.sizes.max(0)))
         if all(wanted <= there for wanted, there in zip(largest, self.shape, strict=True)):
             return
-        kept = self.entries.close_up()
+        kept: np.ndarray[Any, np.dtype[np.int64]] = self.entries.close_up()
         known = kept[kept < self.shape[0]]  # entries of new rows, which were beyond the tensor, come last
         exact = (len(kept), *largest[1:])
         # never smaller than before: alternating sizes would be captured again and again

@@ -17,7 +17,7 @@ from slipstream.contracts.step import Admission, Ints, StepPlan
 from slipstream.device.device import Device
 from slipstream.ops.sampling import last_kept, mask_bits_
 from slipstream.params.thinking import ThinkingAutomaton
-from slipstream.runner.sampling.stage import ByRow, DrawBatch, Stage, StageRows, StageWork
+from slipstream.runner.sampling.stage import DrawBatch, Stage, StageRows, StageWork
 from slipstream.runner.staging import StagedTensor, Upload
 
 _NO_BUDGET = 2**31 - 1
@@ -122,16 +122,10 @@ class ThinkingBudget(Stage):
 
         upload.then(write)
 
-    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        return self.by_row(rows).work if self.is_used_by(rows) else None
-
     def is_used_by(self, rows: Ints) -> bool:
         return self.rows.is_used_by(rows)
 
-    def can_capture(self, rows: Ints) -> bool:
-        return True
-
-    def by_row(self, rows: Ints) -> ByRow:
+    def work(self, rows: Ints) -> StageWork:
         """Rows without a budget are followed too, and never forced."""
         staged = self.states.device, self.counts.device, self.budgets.device
         # states, counts and budgets of the draws of this step
@@ -160,4 +154,4 @@ class ThinkingBudget(Stage):
             for own, value in zip(staged, after, strict=False):
                 own.index_copy_(0, target, value)
 
-        return ByRow("thinking", StageWork(edit, drawn))
+        return StageWork("thinking", edit, drawn, reads=True)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from slipstream.base.errors import InvalidOption
+from slipstream.checkpoint.image_info import ImageInfo
 from slipstream.checkpoint.model_info import ModelInfo, ModelSizes
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.checkpoint.quantization import Quantization
@@ -299,6 +300,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     by_expert: bool = False  # ranks have whole experts (expert parallelism), not a part of each
     num_engines: int = 1  # engines that have a part of the experts each (data and expert parallelism)
     engine: int = 0  # number of this engine among them
+    images: ImageInfo | None = None  # how it sees pictures; None: only its text part is loaded
 
     @property
     def generates(self) -> bool:

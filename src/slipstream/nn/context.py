@@ -21,14 +21,21 @@ from slipstream.ops.recurrent import RecurrentSteps
 
 @dataclass(frozen=True, slots=True)
 class GivenEmbeddings:
-    """Embeddings of some tokens of a step, as requests bring them."""
+    """Embeddings of some tokens of a step, as requests bring them or as a tower made them of pictures."""
 
-    indices: torch.Tensor  # [E] int64, among the tokens of the step
+    indices: torch.Tensor  # [E] int64, among the tokens of the step; each once
     values: torch.Tensor  # [E, hidden], of the embedding layer with its scale
+    added: torch.Tensor | None = None  # [E, levels, hidden]: level k is added behind layer k (deepstack)
 
     def write_to(self, x: torch.Tensor) -> None:
         """x: embeddings of all tokens of the step, [T, hidden]."""
         x.index_copy_(0, self.indices, self.values.to(x.dtype))
+
+    def add_to(self, residual: torch.Tensor, layer: int) -> torch.Tensor:
+        """`residual` [T, hidden] behind a layer, with what is added there."""
+        if self.added is None or layer >= self.added.shape[1]:
+            return residual
+        return residual.index_add(0, self.indices, self.added[:, layer].to(residual.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,9 @@ class BatchView:
     # rows of one token each here, and each reads the keys of those before it
     host_ids: torch.Tensor | None = None
     max_queries: int = 1  # host: consecutive rows that may be positions of one drafted row, by their host_ids
-    rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
+    # int64, each token's row in the rope table: [T], or [3, T] of its frame, row and column in a model that sees
+    # pictures; None: its position
+    rope_rows: torch.Tensor | None = None
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that distinguish two texts; None: all are 0
     # Number of leading tokens of each row that are seen: the rest attend to the seen tokens, and no token attends to

@@ -36,6 +36,7 @@ from slipstream.nn.shapes import (
     sizes_of,
     tail_of,
 )
+from slipstream.nn.towers.tower import Tower
 from slipstream.nn.weights.offloaded_layers import OffloadedLayers
 from slipstream.nn.weights.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.elementwise import lookup_embedding_and_rope
@@ -50,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.heads: Heads | None = None  # pooling heads of the checkpoint; set by `load.py`
+        self.tower: Tower | None = None  # of a model that sees pictures; set by `load.py`
         self.head_lora: LoraWeights | None = None  # adapters of the projection to tokens, by slot; None: it has none
         # rounded to the weights' dtype, as in training
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=dtype))
@@ -107,6 +109,8 @@ class Decoder(nn.Module):
             self.query_scale.fill()
         if self.heads is not None:
             self.heads.fill_buffers()
+        if self.tower is not None:
+            self.tower.fill_buffers()
         self.use_layers(self.layers)
 
     def tap(self, layers: tuple[int, ...]) -> None:
@@ -133,7 +137,7 @@ class Decoder(nn.Module):
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
         ropes = list(self.ropes)
         rotary: tuple[torch.Tensor, ...] = ()
-        if ropes and type(weight) is UnquantizedWeight and self.shape.shard is None:
+        if ropes and type(weight) is UnquantizedWeight and self.shape.shard is None and rope_rows.dim() == 1:
             x, found = lookup_embedding_and_rope(weight.data, batch.ids, scale, ropes.pop(0).table, rope_rows)
             rotary = (found,)
         else:
@@ -153,7 +157,8 @@ class Decoder(nn.Module):
             context, embedded = replace(context, layer_inputs=given), x
         if self.copies is not None:
             x = self.copies.split(x, context)
-        for implementation in self.implementations:
+        adds = batch.embeds is not None and batch.embeds.added is not None
+        for implementation in () if adds else self.implementations:
             found = implementation.run(x, context)
             if found is not None:
                 return found
@@ -172,6 +177,9 @@ class Decoder(nn.Module):
             elif context.only_last and number == len(self.layers) - 1:
                 last = context.last_tokens()
             x, residual = block(x, residual, context, last)
+            if adds and number < len(self.layers) - 1:
+                assert batch.embeds is not None and residual is not None and not self.copies, "no such family"
+                residual = batch.embeds.add_to(residual, number)
         if self.copies is not None:
             x = self.copies.join(x, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]

@@ -25,11 +25,13 @@ from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.checkpoint.pooling_info import PoolingInfo, UnitNormInfo
 from slipstream.checkpoint.quantization import Quantization
 from slipstream.config.config import ModelConfig
-from slipstream.nn.decoder import Decoder
+from slipstream.nn.decoder import Decoder, DecoderShape
 from slipstream.nn.encoder import Encoder, EncoderShape
 from slipstream.nn.pooling_heads import Heads, HeadShape, module_names
 from slipstream.nn.registry import find_heads, find_rules, find_shape
 from slipstream.nn.sharding import find_local_shape
+from slipstream.nn.towers.families import find_tower
+from slipstream.nn.towers.tower import Tower
 from slipstream.nn.weights.gguf import GgufSource, TransposedSource
 from slipstream.nn.weights.kinds import (
     BatchInvariant,
@@ -141,6 +143,8 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
         model = Encoder(shape, config.max_model_len, dtype, formats)
     else:
         model = Decoder(shape, config.max_model_len, dtype, formats)
+        if config.images is not None:
+            model.tower = Tower(find_tower(config.info, config.images)[0], dtype, formats)
     model.heads = _heads(config, model, dtype)
     return model
 
@@ -180,11 +184,17 @@ def find_tensors(
     """The checkpoint's tensor for each parameter, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
         return match_targets(DummySource(targets, config.seed, device), None, targets)
-    source, rules = _open(config, model), find_rules(config.info, model.shape)
+    source, rules = _open(config, model), stored_rules(config, model.shape)
     others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))
     if isinstance(model, Decoder) and model.shape.tied and not find_named(source, rules, (EMBEDDING,)):
         rules = Rules({"lm_head.weight": EMBEDDING}) | rules  # the one of the two that is there serves as both
     return match_targets(source, rules, targets, others)
+
+
+def stored_rules(config: ModelConfig, shape: DecoderShape | EncoderShape) -> Rules:
+    """Rules of all tensors that the model of this config reads."""
+    rules = find_rules(config.info, shape)
+    return rules if config.images is None else find_tower(config.info, config.images)[1] | rules
 
 
 BY_WORD, BY_TOKEN = "sparse_linear", "colbert_linear"
@@ -278,7 +288,7 @@ def _quantized_formats(
 
 def _find_own(config: ModelConfig, quantization: Quantization) -> dict[str, StoredWeight]:
     """The quantised weights of the config's own model. Raises BadCheckpoint if there are none."""
-    rules = find_rules(config.info, find_local_shape(config.info, config.rank, config.num_ranks))
+    rules = stored_rules(config, find_local_shape(config.info, config.rank, config.num_ranks))
     source = UnstackedSource(open_stored(config))
     found = find_quantized(source, rules, quantization, config.info.num_layers)
     if not found:

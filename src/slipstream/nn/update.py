@@ -19,8 +19,7 @@ from slipstream.config.config import ModelConfig
 from slipstream.device.device import Device
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.encoder import Encoder
-from slipstream.nn.load import find_tensors, wrap_source
-from slipstream.nn.registry import find_rules
+from slipstream.nn.load import find_tensors, stored_rules, wrap_source
 from slipstream.nn.weights.load import fill_targets, find_targets
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.nn.weights.weight_format import Weight, WeightTarget
@@ -124,7 +123,7 @@ class ModelWeights:
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, WeightTarget]
     ) -> Iterator[tuple[str, SourceTensor]]:
         """Targets and their tensors. Tensors that the model does not read are left out, as in a checkpoint."""
-        rules = find_rules(self._config.info, self._model.shape)
+        rules = stored_rules(self._config, self._model.shape)
         for tensor in wrap_source(_TensorSource(tensors), self._model):
             try:
                 name = rules.rename(tensor.name)

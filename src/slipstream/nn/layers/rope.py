@@ -22,6 +22,9 @@ class Rope(Layer):
     LongRoPE has two sets of frequencies, chosen by the length of each request. Where an engine runs requests of both
     kinds, the table has a row per position for the long set, then a row per position of a short request for the short
     set: position p of a short request is row `num_positions` + p.
+
+    A model that sees pictures has three positions for each token, of a frame, a row and a column, and each frequency
+    turns by one of them.
     """
 
     def __init__(
@@ -46,16 +49,40 @@ class Rope(Layer):
         self.parts = [(length, *rope_frequencies(info, head_dim, max_positions, length)) for length in lengths]
         rotary_dim = 2 * len(self.parts[0][1])
         self.register_buffer("table", torch.empty(sum(lengths), 2, rotary_dim, dtype=dtype))
+        self._axes = _axes(info, rotary_dim // 2)
+        self.register_buffer("axes", torch.empty(2 * len(self._axes), dtype=torch.int64))
 
     table: torch.Tensor
+    axes: torch.Tensor  # of each value of a row: which of three positions turns it; empty: there is one position
 
     def fill(self) -> None:
         """Computes the table on the host, so that all devices rotate by the same angles to the last bit."""
+        self.axes.copy_(torch.tensor(2 * self._axes, dtype=torch.int64))
         parts = [rope_table(frequencies, num, scale, self.table.dtype) for num, frequencies, scale in self.parts]
         self.table = torch.cat(parts).to(self.table.device)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.table.index_select(0, rows)
+        """Rows of the table, [T, 2, rotary dim]; of three rows for each token [3, T] the parts of each."""
+        if rows.dim() == 1:
+            return self.table.index_select(0, rows)
+        assert len(self.axes), "the model has one position for each token"
+        own = rows.index_select(0, self.axes).t()
+        return self.table.gather(0, own.unsqueeze(1).expand(-1, 2, -1))
+
+
+def _axes(info: RopeInfo, num_frequencies: int) -> list[int]:
+    """Which of three positions turns each frequency: 0 frame, 1 row, 2 column; empty: the model has one position."""
+    sections = info.factors.get("mrope_section")
+    if not sections:
+        return []
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(each, int) for each in sections):
+        raise BadCheckpoint(f"mrope_section is {sections!r:.100}; it must have three whole numbers")
+    if info.factors.get("mrope_interleaved"):
+        return [axis if n < 3 * sections[axis] else 0 for n in range(num_frequencies) for axis in (n % 3,)]
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if len(axes) != num_frequencies:
+        raise BadCheckpoint(f"mrope_section is {sections}, which are not {num_frequencies} frequencies together")
+    return axes
 
 
 # radians per position [rotary dim / 2], and the factor of cosines and sines

@@ -24,7 +24,7 @@ from slipstream.nn.weights.source import (
 from slipstream.nn.weights.stored_part import sharded_targets
 from slipstream.nn.weights.weight_format import WeightTarget
 
-HEADS = "heads."  # prefix of the targets of pooling heads
+HEADS, TOWER = "heads.", "tower."  # prefixes of the targets of pooling heads, and of the tower of a model that sees
 SHOWN = 4  # names per kind of mistake in an error message
 
 
@@ -50,7 +50,7 @@ def match_targets(
     `others`: further sources, each with its rules. Tensors of heads that the model does not have are ignored.
     """
     found: dict[str, SourceTensor] = {}
-    num_layers = count_layers(targets)
+    num_layers = count_layers(name for name in targets if not name.startswith(TOWER))
     unexpected: list[str] = []
     unused: list[str] = []
     wrong_shape, duplicate = [], []

@@ -159,3 +159,28 @@ class _Sliced:
 
     def write_to(self, target: torch.Tensor) -> None:
         target.copy_(self.read())
+
+
+def reshaped_target(target: WeightTarget, shape: tuple[int, ...]) -> WeightTarget:
+    """A target for a tensor of a checkpoint that has the same values in another shape."""
+    assert target.divide is None, "only plain weights are stored in another shape"
+    return WeightTarget(shape, partial(_fill_reshaped, target), target.num_bytes)
+
+
+def _fill_reshaped(target: WeightTarget, piece: CheckpointTensor) -> None:
+    target.fill(_Reshaped(piece, target.shape))
+
+
+class _Reshaped:
+    """A checkpoint tensor in another shape."""
+
+    blocks = None
+
+    def __init__(self, piece: CheckpointTensor, shape: tuple[int, ...]) -> None:
+        self.shape, self.kind, self._whole = shape, piece.kind, piece
+
+    def read(self) -> torch.Tensor:
+        return self._whole.read().reshape(self.shape)
+
+    def write_to(self, target: torch.Tensor) -> None:
+        self._whole.write_to(target.view(self._whole.shape))

@@ -1,0 +1,1 @@
+"""Towers: the encoders of images in front of a text model. One tower over shared layers, families as data."""

@@ -1,0 +1,116 @@
+"""TowerShape: the sizes and options by which one tower differs from another, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.checkpoint.model_info import ModelSizes
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape, sizes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchShape:
+    """The product from a patch's values to its first hidden state, whose input is (value * rescale - mean) / std."""
+
+    side: int
+    frames: int  # a patch of a picture has one, which is repeated
+    channels_last: bool  # order of values: (y, x, channel); else (channel, frame, y, x)
+    rescale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    bias: bool
+    is_matrix: bool = False  # how the checkpoint stores the weight: as a matrix, or as that of a convolution
+
+    @property
+    def num_values(self) -> int:
+        """Of a patch with all of its frames."""
+        return 3 * self.frames * self.side**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionTable:
+    """A vector for each place of a square, added to the patches; between its places vectors are interpolated."""
+
+    side: int
+    kind: Literal["bilinear"] = "bilinear"
+    aligned: bool = False  # the corners of table and picture coincide; else the borders of their outer cells do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxialRope:
+    """The first half of a head's frequencies turn by a patch's row, the second half by its column."""
+
+    head_dim: int
+    theta: float = 10_000.0
+
+    @property
+    def frequencies(self) -> tuple[tuple[int, float], ...]:
+        """Axis (0: row, 1: column) and radians per place of each of the head_dim / 2 pairs of values."""
+        per_axis = [1.0 / self.theta ** (4 * index / self.head_dim) for index in range(self.head_dim // 4)]
+        return tuple((axis, each) for axis in (0, 1) for each in per_axis)
+
+
+# Steps of a projector: from the hidden states of patches to rows of the text model.
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPatches:
+    """The hidden states of the patches of one token become one, side by side, row by row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorNorm:
+    norm: NormShape
+    name: str = "norm"  # of its module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorProduct:
+    size: int  # of its output
+    name: str
+    bias: bool = True
+    activation: str = "linear"
+
+
+Step = JoinPatches | ProjectorNorm | ProjectorProduct
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Hidden states behind a layer become further features of an image (deepstack)."""
+
+    layer: int
+    projector: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShape:
+    hidden_size: int
+    output_size: int  # of a row, the hidden size of the text model
+    patch: PatchShape
+    merge: int  # patches to each side that become one row
+    in_blocks: bool  # the order in which patches come: those of one row together; else row by row
+    attention: AttentionShape
+    feed: MlpShape
+    norm: NormShape
+    num_layers: int
+    projector: tuple[Step, ...]
+    table: PositionTable | None = None
+    rope: AxialRope | None = None
+    window: int = 0  # side, in rows of the output, of the square that a layer sees; 0: all layers see all
+    full_layers: tuple[int, ...] = ()  # with a window: the layers that see all
+    taps: tuple[Tap, ...] = ()
+
+    @property
+    def num_levels(self) -> int:
+        """Vectors of a row: one in the place of an embedding, the others for the first layers of the text model."""
+        return 1 + len(self.taps)
+
+    @property
+    def layer(self) -> LayerShape:
+        return LayerShape(mixers=(self.attention,), feed=self.feed, norm=self.norm)
+
+    def sizes(self, on_cpu: bool) -> ModelSizes:
+        """Counts per patch beside its hidden states, as of a text model per token."""
+        return sizes_of((self.layer,), self.hidden_size, on_cpu)

@@ -11,6 +11,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,13 +23,16 @@ from live_bytes import LiveBytes
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
 from slipstream.checkpoint.locate import locate
+from slipstream.config.memory import estimate_memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
 from slipstream.ops.platform import native
+from slipstream.params.lora import LoRARequest
 from slipstream.runner.rows import PageTables
 from slipstream.runner.sampling.sampler import Sampler
 from small_model import write_small
 from tiny import write_tiny
+from tiny_adapter import write_adapter
 from tiny_encoder import write_tiny_encoder
 from tiny_saved import NEMOTRON_3
 
@@ -279,6 +283,56 @@ def test_a_step_of_a_state_space_model_stays_within_the_bound(tmp_path, family):
     assert 0.15 * memory.activations < peak <= memory.activations
 
 
+@pytest.mark.parametrize("feature", ["adapters", "ngram", "draft_model"])
+def test_adapters_and_drafts_stay_within_the_bound(tmp_path, feature, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "build_in_background", lambda: None)
+    folder = write_tiny(tmp_path / "model", "llama")
+    options, lora = dict(enable_lora=True, max_lora_rank=16), None
+    if feature == "adapters":
+        lora = LoRARequest("a", 1, str(write_adapter(tmp_path / "adapter", folder)))
+    else:
+        options = dict(speculative_config={"method": feature, "num_speculative_tokens": 3})
+    if feature == "draft_model":
+        options["speculative_config"]["model"] = str(write_tiny(tmp_path / "drafter", "llama", num_hidden_layers=1))
+    sizes = dict(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=96, num_pages=600)
+    llm, memory = open_model(options | sizes | dict(model=str(folder), num_threads=1))
+    prompts = [[(row + i) % 7 + 3 for i in range(100)] for row in range(8)]
+    with llm, LiveBytes() as live:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False, lora_request=lora)
+    assert 0.1 * memory.activations < live.peak <= memory.activations
+
+
+# of each term of the bound, a model and sizes of steps for which it is most of the bound
+TERMS = {
+    "widest": (lambda path: write_small(path, intermediate_size=4096), dict(max_model_len=300)),
+    "per_step": (lambda path: write_tiny(path, "qwen3_5", **WIDE_STATES), dict(max_num_batched_tokens=64)),
+    "keys": (
+        lambda path: write_small(path, num_key_value_heads=8, head_dim=64, intermediate_size=32),
+        dict(max_num_seqs=8, max_model_len=600, max_num_batched_tokens=32, num_pages=400),
+    ),
+    "scored_heads": (
+        lambda path: write_tiny(path, "gemma2", num_attention_heads=16, num_key_value_heads=1, intermediate_size=32),
+        dict(max_model_len=600, max_num_batched_tokens=512),
+    ),
+}
+WIDE_STATES = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, intermediate_size=64)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_bound_without_one_of_its_terms_is_found(tmp_path, term, monkeypatch):
+    """A planted fault: layers that do not state what they allocate."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "build_in_background", lambda: None)
+    write, sizes = TERMS[term]
+    options = dict(max_model_len=140, max_num_seqs=2, max_num_batched_tokens=256, num_pages=160) | sizes
+    peak, memory = peak_of_run(str(write(tmp_path)), FEATURES["greedy"], max_tokens=3, **options)
+    config, _ = estimate_build(make_options(model=str(tmp_path), load_format="dummy", **options))
+    forgets = msgspec.structs.replace(config.model, sizes=msgspec.structs.replace(config.model.sizes, **{term: 0}))
+    planted = estimate_memory(msgspec.structs.replace(config, model=forgets), 0).activations
+    assert planted < peak <= memory.activations
+
+
 POOLING = [
     ("Model", "embed"),
     ("Model", "token_embed"),
@@ -345,6 +399,7 @@ SLACK = 64 * 2**20
 RUN = r"""
 import gc, json, re, sys
 from slipstream import LLM, SamplingParams
+from slipstream.config.memory import estimate_memory
 from slipstream.config.options import make_options
 from slipstream.engine.build import estimate_build
 

@@ -73,7 +73,7 @@ def asked(folder, path, body, *models, **settings):
         ("/v1/completions", {"prompt": [2**40]}, "prompt", "out of vocabulary"),
         ("/v1/completions", {"prompt": "x" * 64}, "prompt", "raise --max-model-len"),
         ("/v1/completions", {"prompt": ["x", ""]}, "prompt", "prompt 2 of 2"),
-        ("/v1/completions", {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias", "Expected"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias.1", "is 'a'; give a number"),
         ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "no f"),
         ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens", "completion_tokens is"),
         ("/v1/chat/completions", CHAT | {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),

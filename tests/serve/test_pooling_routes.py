@@ -166,7 +166,7 @@ def test_rerank_as_tei_asks(ask, llms):
     assert abs(raw[0]["score"] - answer[0]["score"]) > 1e-3
     assert ask("/rerank", 413, query="q", texts=[LONG])["error_type"] == "Validation"
     assert ask("/rerank", query="q", texts=[LONG], truncate=True)
-    for name, value in {"top_n": 1, "rank_fields": ["title"], "max_chunks_per_doc": 2}.items():
+    for name, value in {"top_n": 1, "rank_fields": ["text"], "return_documents": True}.items():
         refused = ask("/rerank", 422, query="q", texts=["a"], **{name: value})
         assert refused["error_type"] == "Validation" and refused["error"].startswith(f"{name} needs documents")
     assert ask("/rerank", 400, query="q", texts=[])["error_type"] == "Empty"

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from slipstream.base.errors import ModelNotFound
+from slipstream.base.typed import Fields
 from slipstream.front.router import control
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request, get, post, query_of
@@ -69,14 +70,14 @@ ROUTES = [
 # Admin routes that load and unload LoRA adapters: disabled without an admin key and without --lora-folders.
 
 
-class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+class LoadAdapterBody(Fields):
     lora_name: str
     lora_path: str
     base_model_name: str | None = None  # if several models take adapters
     load_inplace: bool = False  # replace an adapter of this name
 
 
-class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+class UnloadAdapterBody(Fields):
     lora_name: str
 
 
@@ -142,7 +143,7 @@ class Sleeping(msgspec.Struct):
     is_sleeping: bool
 
 
-class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
+class RpcBody(Fields):
     method: str
     args: list[str] = []
     kwargs: dict[str, str] = {}

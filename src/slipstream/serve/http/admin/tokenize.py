@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.base.errors import InvalidPrompt
+from slipstream.base.typed import Fields
 from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, text_messages
 from slipstream.serve.http.pooling.run import size_of
@@ -17,7 +18,7 @@ from slipstream.serve.http.server.response import JsonList, Response, json_respo
 from slipstream.text.tokenizer import Tokenizer
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(Fields, kw_only=True):
     """A prompt or messages; or `inputs`, for a response in TEI's format."""
 
     model: str | None = None
@@ -40,7 +41,7 @@ class TokenizeResponse(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(Fields, kw_only=True):
     model: str | None = None
     tokens: list[int]
 
@@ -243,7 +244,7 @@ def _tokens(text: str, encoding: Any) -> list[SimpleToken]:
     return tokens
 
 
-class DecodeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DecodeRequest(Fields, kw_only=True):
     model: str | None = None
     ids: Annotated[list[int | list[int]], msgspec.Meta(description="token ids: one list or several")]
     skip_special_tokens: bool = True

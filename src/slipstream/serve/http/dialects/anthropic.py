@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import Fields, unsupported
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.admin.tokenize import check_chars
@@ -30,7 +31,7 @@ from slipstream.serve.http.generation.dialect import (
     think_variables,
     thinking_budget,
 )
-from slipstream.serve.http.generation.fields import Label, Refused, check_fields, given_fields, refuse
+from slipstream.serve.http.generation.fields import Label, check_fields
 from slipstream.serve.http.generation.tools import Tools
 from slipstream.serve.http.server.error_formats import ANTHROPIC_EVENTS
 from slipstream.serve.http.server.errors import bad_request
@@ -265,7 +266,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(Fields, kw_only=True):
     """The fields that form the prompt."""
 
     model: str
@@ -279,12 +280,12 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     cache_control: Label = None
     user_profile_id: Label = None
     workspace_id: Label = None
-    speed: Refused = None
-    mcp_servers: Refused = None
-    context_management: Refused = None
+    speed: Annotated[Any, unsupported("there is one speed", "standard")] = None
+    mcp_servers: Annotated[Any, unsupported("the server calls no other servers", [])] = None
+    context_management: Annotated[Any, unsupported("send the messages that the model shall read", {})] = None
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -292,21 +293,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     top_k: int | None = None
     top_p: float | None = None
     metadata: Label = None
-    service_tier: Refused = None
-    container: Refused = None
-    diagnostics: Refused = None
-    inference_geo: Refused = None
-
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "speed": (("standard",), "there is one speed"),
-    "diagnostics": (({},), "see /metrics and the server's log"),
-    "mcp_servers": (([],), "the server calls no other servers"),
-    "context_management": (({},), "send the messages that the model shall read"),
-    "service_tier": (("auto", "standard_only"), "there is one tier"),
-    "container": ((), "the server runs no code"),
-    "inference_geo": (("global",), "there is one region"),
-}
+    service_tier: Annotated[Any, unsupported("there is one tier", "auto", "standard_only")] = None
+    container: Annotated[Any, unsupported("the server runs no code")] = None
+    diagnostics: Annotated[Any, unsupported("see /metrics and the server's log", {})] = None
+    inference_geo: Annotated[Any, unsupported("there is one region", "global")] = None
 
 
 class ContentBlock(msgspec.Struct, omit_defaults=True):
@@ -344,7 +334,6 @@ class TokenCount(msgspec.Struct):
 
 
 async def create_message(request: Request, body: MessagesRequest) -> Response | StreamingResponse:
-    refuse(given_fields(body), REFUSED)
     conversation = messages_conversation(request, body)
     run = await start_chat(request, conversation, stream=bool(body.stream))
     answer = _Answer(request, conversation.model.description.name, _streamed(conversation.tools, body.tools))
@@ -359,7 +348,6 @@ async def create_message(request: Request, body: MessagesRequest) -> Response | 
 
 
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
-    refuse(given_fields(body), REFUSED)
     conversation = messages_conversation(request, body)
     tokenizer = conversation.model.tokenizer
     size = conversation.num_chars

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import Fields
 from slipstream.serve.http.server.access import given_key
 from slipstream.serve.http.server.batch_lines import ENDPOINTS
 from slipstream.serve.http.server.batch_store import (
@@ -30,7 +31,7 @@ _WINDOWS = {"24h": 86400}
 _MAX_METADATA = (16, 64, 512)  # entries, characters of a key, of a value
 
 
-class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BatchRequest(Fields, kw_only=True):
     input_file_id: str
     endpoint: Annotated[str, msgspec.Meta(description=f"the url of all lines: {', '.join(ENDPOINTS)}")]
     completion_window: Annotated[str, msgspec.Meta(description="24h: lines without a result then fail")]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from slipstream.base.typed import Fields, unsupported
 from slipstream.front.pooling_calls import encode
 from slipstream.front.served import ServedModel
 from slipstream.params.pooling import PoolingParams
@@ -30,7 +31,7 @@ from slipstream.serve.http.generation.dialect import (
     think_variables,
     thinking_budget,
 )
-from slipstream.serve.http.generation.fields import Refused, check_fields, given_fields, refuse
+from slipstream.serve.http.generation.fields import check_fields
 from slipstream.serve.http.generation.tools import Tools
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, size_of, usage_of
@@ -54,7 +55,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class CohereChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CohereChatRequest(Fields, kw_only=True):
     model: str
     messages: list[dict[str, Any]]
     stream: bool | None = None
@@ -72,20 +73,13 @@ class CohereChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     p: Annotated[float | None, _doc("keep the smallest set of tokens whose probabilities sum to this")] = None
     thinking: Annotated[dict[str, Any] | None, _doc("type enabled or disabled, token_budget")] = None
     priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
-    documents: Refused = None
-    citation_options: Refused = None
-    safety_mode: Refused = None
-    logprobs: Refused = None
-    raw_prompting: Refused = None
-
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "documents": (([],), "put them into the messages"),
-    "citation_options": (({"mode": "OFF"}, {"mode": "off"}, {"mode": "DISABLED"}), "answers have no citations"),
-    "safety_mode": (("OFF", "NONE"), "put instructions into the system message"),
-    "logprobs": ((False,), "use /v1/chat/completions"),
-    "raw_prompting": ((False,), "use /v1/completions"),
-}
+    documents: Annotated[Any, unsupported("put them into the messages", [])] = None
+    citation_options: Annotated[
+        Any, unsupported("answers have no citations", {"mode": "OFF"}, {"mode": "off"}, {"mode": "DISABLED"})
+    ] = None
+    safety_mode: Annotated[Any, unsupported("put instructions into the system message", "OFF", "NONE")] = None
+    logprobs: Annotated[Any, unsupported("use /v1/chat/completions", False)] = None
+    raw_prompting: Annotated[Any, unsupported("use /v1/completions", False)] = None
 
 
 class CohereFunction(msgspec.Struct, omit_defaults=True):
@@ -131,7 +125,6 @@ class CohereChatResponse(msgspec.Struct):
 
 
 async def create_cohere_chat(request: Request, body: CohereChatRequest) -> Response | StreamingResponse:
-    refuse(given_fields(body), REFUSED)
     run = await start_chat(request, _conversation(request, body), stream=bool(body.stream))
     if body.stream:
         return StreamingResponse(_events(request, run), COHERE_EVENTS)
@@ -367,7 +360,7 @@ ROUTES = [
 EmbeddingType = Literal["float", "base64", "binary", "ubinary", "int8", "uint8"]
 
 
-class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CohereEmbedRequest(Fields, kw_only=True):
     model: str
     texts: list[str] | None = None
     input_type: Annotated[
@@ -381,14 +374,10 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     max_tokens: Annotated[int | None, _doc("truncate longer texts")] = None
     truncate: Annotated[Literal["NONE", "START", "END"] | None, _doc("the end at which long texts are cut")] = None
     priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
-    images: Refused = None
-    inputs: Refused = None
+    images: Annotated[Any, unsupported("models read text only", [])] = None
+    inputs: Annotated[Any, unsupported("give texts", [])] = None
 
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "images": (([],), "models read text only"),
-    "inputs": (([],), "give texts"),
-}
 _PROMPTS = {
     "search_query": ("query", "search_query"),
     "search_document": ("document", "passage", "search_document"),
@@ -422,7 +411,6 @@ class CohereEmbedResponse(msgspec.Struct):
 
 
 async def create_cohere_embed(request: Request, body: CohereEmbedRequest) -> Response:
-    refuse(given_fields(body), _REFUSED)
     request.set_input_field("texts")
     request.field_names["dimensions"] = "output_dimension"
     if not body.texts:

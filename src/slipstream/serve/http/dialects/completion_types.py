@@ -87,7 +87,7 @@ def _values(tensor: StoredTensor, data: bytes) -> np.ndarray[Any, Any]:
 # The bodies of POST /v1/completions.
 
 
-class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]] | None,
         msgspec.Meta(description="a text, a list of token ids, or a list of either; required without prompt_embeds"),

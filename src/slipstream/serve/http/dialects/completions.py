@@ -34,10 +34,8 @@ from slipstream.serve.http.generation.beam import (
     search_beams,
 )
 from slipstream.serve.http.generation.fields import (
-    REFUSED,
     given_fields,
     prompt_limit,
-    refuse,
     sampling_params,
     structured_outputs,
 )
@@ -381,7 +379,6 @@ _MAX_TOKENS = 16  # of a request without max_tokens, as in OpenAI's API
 
 async def beam_completion(request: Request, body: CompletionRequest) -> CompletionResponse:
     given = given_with_beams(body, ("prompt",))
-    refuse(given, REFUSED)
     request.set_input_field("prompt")
     served = request.choose_model(body.model, "generate")
     limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import unsupported
 from slipstream.front.served import ServedModel
 from slipstream.serve.http.dialects.ollama_models import (
-    REFUSED,
     OllamaFields,
     find_model,
     num_ctx,
@@ -30,7 +30,7 @@ from slipstream.serve.http.generation.chat_run import (
 )
 from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
 from slipstream.serve.http.generation.dialect import assistant_message, call_arguments, think_variables
-from slipstream.serve.http.generation.fields import Refused, check_fields, given_fields, refuse
+from slipstream.serve.http.generation.fields import check_fields
 from slipstream.serve.http.generation.tools import Tools
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
@@ -44,27 +44,21 @@ from slipstream.serve.http.server.response import (
 )
 
 
-class OllamaChatRequest(OllamaFields, kw_only=True, forbid_unknown_fields=True):
+class OllamaChatRequest(OllamaFields, kw_only=True):
     messages: list[dict[str, Any]] = []
     tools: Annotated[list[Any] | None, msgspec.Meta(description="functions that the model can call")] = None
 
 
-class OllamaGenerateRequest(OllamaFields, kw_only=True, forbid_unknown_fields=True):
+class OllamaGenerateRequest(OllamaFields, kw_only=True):
     prompt: str | None = None
     system: Annotated[str | None, msgspec.Meta(description="the system message")] = None
     raw: Annotated[bool | None, msgspec.Meta(description="true: without the chat template")] = None
-    suffix: Refused = None
-    images: Refused = None
-    template: Refused = None
-    context: Refused = None
-
-
-_GENERATE_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "infilling is not supported here; use /v1/completions"),
-    "images": (([],), "models read text only"),
-    "template": (("",), "a request cannot have a template; start the server with --chat-template"),
-    "context": (([],), "use /api/chat, and send the messages"),
-}
+    suffix: Annotated[Any, unsupported("infilling is not supported here; use /v1/completions", "")] = None
+    images: Annotated[Any, unsupported("models read text only", [])] = None
+    template: Annotated[
+        Any, unsupported("a request cannot have a template; start the server with --chat-template", "")
+    ] = None
+    context: Annotated[Any, unsupported("use /api/chat, and send the messages", [])] = None
 
 
 class OllamaFunction(msgspec.Struct):
@@ -106,7 +100,6 @@ class OllamaGenerateResponse(_Chunk, kw_only=True, omit_defaults=True):
 
 
 async def create_chat(request: Request, body: OllamaChatRequest) -> Response | StreamingResponse:
-    refuse(given_fields(body), REFUSED)
     served = find_model(request, body.model, "generate")
     answer = _Answer(request, body)
     if not body.messages:  # clients load a model in this way
@@ -129,7 +122,6 @@ async def create_chat(request: Request, body: OllamaChatRequest) -> Response | S
 
 
 async def create_generate(request: Request, body: OllamaGenerateRequest) -> Response | StreamingResponse:
-    refuse(given_fields(body), REFUSED | _GENERATE_REFUSED)
     request.set_input_field("prompt")
     served = find_model(request, body.model, "generate")
     answer = _Answer(request, body)

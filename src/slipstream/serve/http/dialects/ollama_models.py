@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import Fields, unsupported
 from slipstream.front.pooling_calls import encode
 from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.generation.dialect import chat_params, json_shape
-from slipstream.serve.http.generation.fields import Refused
 from slipstream.serve.http.generation.tools import ChatFormats
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, run, size_of, usage_of
 from slipstream.serve.http.server.errors import bad_request
@@ -108,7 +108,7 @@ def _started(request: Request) -> str:
     return datetime.fromtimestamp(request.state.started, UTC).isoformat().replace("+00:00", "Z")
 
 
-class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ShowRequest(Fields, kw_only=True):
     model: str | None = None
     name: Annotated[str | None, msgspec.Meta(description="older name of model")] = None
     verbose: Annotated[bool | None, msgspec.Meta(description="with the limits of the model")] = None
@@ -155,17 +155,15 @@ def _capabilities(request: Request, served: ServedModel) -> list[str]:
     return [*found, "embedding"] if served.can("embed") else found
 
 
-class PullRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PullRequest(Fields, kw_only=True):
     model: str | None = None
     name: Annotated[str | None, msgspec.Meta(description="older name of model")] = None
     stream: Annotated[bool | None, msgspec.Meta(description="default: true")] = None
-    insecure: Annotated[bool | None, msgspec.Meta(description="not supported: nothing is downloaded")] = None
+    insecure: Annotated[Any, unsupported("nothing is downloaded", False)] = None
 
 
 async def pull_model(request: Request, body: PullRequest) -> Response:
     """Succeeds for a model that is served; nothing is downloaded."""
-    if body.insecure:
-        raise bad_request("insecure is not supported: nothing is downloaded; remove it", "insecure")
     find_model(request, _name(body.model, body.name), *_TASKS)
     kind = JSON if body.stream is False else JSON_LINES.media_type
     return Response(json_line({"status": "success"}), media_type=kind)
@@ -197,7 +195,7 @@ ROUTES = [
 # Ollama's POST /api/embed, and its older form /api/embeddings.
 
 
-class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaEmbedRequest(Fields, kw_only=True):
     model: str
     input: Annotated[str | list[str], msgspec.Meta(description="a text, or a list of texts")]
     truncate: Annotated[bool | None, msgspec.Meta(description="truncate long texts; default: true")] = None
@@ -214,7 +212,7 @@ class OllamaEmbedResponse(msgspec.Struct):
     prompt_eval_count: int
 
 
-class OldEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OldEmbedRequest(Fields, kw_only=True):
     model: str
     prompt: str
     options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx: truncate to this many tokens")] = None
@@ -283,7 +281,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class OllamaFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaFields(Fields, kw_only=True):
     """Fields of /api/chat and /api/generate."""
 
     model: Annotated[str, _doc("a name from /api/tags, with or without :latest")]
@@ -292,17 +290,11 @@ class OllamaFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     options: Annotated[dict[str, Any] | None, _doc("such as temperature, top_k, num_predict, stop")] = None
     think: Annotated[bool | str | None, _doc("switches reasoning, or sets its effort: low, medium, high")] = None
     keep_alive: Annotated[Any, _doc("models stay loaded; 0, which would unload one, is refused")] = None
-    logprobs: Refused = None
-    top_logprobs: Refused = None
+    logprobs: Annotated[Any, unsupported("use /v1/chat/completions", False)] = None
+    top_logprobs: Annotated[Any, unsupported("use /v1/chat/completions", 0)] = None
     truncate: Annotated[bool | None, _doc("leave out the oldest messages of a long prompt; default: true")] = None
-    shift: Refused = None
+    shift: Annotated[Any, unsupported("the context is not shifted; shorten the messages", False)] = None
 
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "logprobs": ((False,), "use /v1/chat/completions"),
-    "top_logprobs": ((0,), "use /v1/chat/completions"),
-    "shift": ((False,), "the context is not shifted; shorten the messages"),
-}
 
 _NAMES = {  # of parameters, in `options`
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed", "stop": "stop",

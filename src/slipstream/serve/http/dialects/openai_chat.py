@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import unsupported
 from slipstream.front.prompts import AnswerPieces
 from slipstream.front.results import Logprob
 from slipstream.front.served import ServedModel
@@ -25,9 +26,7 @@ from slipstream.serve.http.generation.conversation import AllowControlTokens, Ch
 from slipstream.serve.http.generation.dialect import thinking_variables
 from slipstream.serve.http.generation.fields import (
     GenerationFields,
-    Refused,
     given_fields,
-    refuse,
     sampling_params,
 )
 from slipstream.serve.http.generation.generation import (
@@ -61,7 +60,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(GenerationFields, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -83,40 +82,26 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     enable_thinking: Annotated[bool | None, _doc("passed to the chat template")] = None
 
-    functions: Refused = None
-    function_call: Refused = None
-    modalities: Refused = None
-    audio: Refused = None
-    prediction: Refused = None
-    web_search_options: Refused = None
-    verbosity: Refused = None
-    store: Refused = None
-    moderation: Refused = None
-    echo: Refused = None
-    chat_template: Refused = None
-    documents: Refused = None
-    mm_processor_kwargs: Refused = None
-    media_io_kwargs: Refused = None
+    functions: Annotated[Any, unsupported("use tools and tool_choice", [])] = None
+    function_call: Annotated[Any, unsupported("use tools and tool_choice", "none")] = None
+    modalities: Annotated[Any, unsupported("the model reads and writes text only", ["text"])] = None
+    audio: Annotated[Any, unsupported("the model reads and writes text only")] = None
+    prediction: Annotated[Any, unsupported("predicted outputs are not supported")] = None
+    web_search_options: Annotated[Any, unsupported("the server has no access to the web")] = None
+    verbosity: Annotated[Any, unsupported("ask for it in the messages", "medium")] = None
+    store: Annotated[Any, unsupported("the server stores nothing", False)] = None
+    moderation: Annotated[Any, unsupported("the server has no moderation")] = None
+    echo: Annotated[Any, unsupported("only /v1/completions has echo", False)] = None
+    chat_template: Annotated[
+        Any, unsupported("a request cannot have a template; start the server with --chat-template")
+    ] = None
+    documents: Annotated[Any, unsupported("put them into the messages", [])] = None
+    mm_processor_kwargs: Annotated[Any, unsupported("the model reads and writes text only", {})] = None
+    media_io_kwargs: Annotated[Any, unsupported("the model reads and writes text only", {})] = None
 
 
 _FUNCTIONS = "use tools and tool_choice"
 _MEDIA = "the model reads and writes text only"
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "functions": (([],), _FUNCTIONS),
-    "function_call": (("none",), _FUNCTIONS),
-    "modalities": ((["text"],), _MEDIA),
-    "audio": ((), _MEDIA),
-    "mm_processor_kwargs": (({},), _MEDIA),
-    "media_io_kwargs": (({},), _MEDIA),
-    "prediction": ((), "predicted outputs are not supported"),
-    "web_search_options": ((), "the server has no access to the web"),
-    "verbosity": (("medium",), "ask for it in the messages"),
-    "store": ((False,), "the server stores nothing"),
-    "moderation": ((), "the server has no moderation"),
-    "echo": ((False,), "only /v1/completions has echo"),
-    "chat_template": ((), "a request cannot have a template; start the server with --chat-template"),
-    "documents": (([],), "put them into the messages"),
-}
 
 
 class FunctionCall(msgspec.Struct):
@@ -226,7 +211,6 @@ async def _beams(request: Request, body: ChatRequest) -> ChatResponse:
 
 def _conversation(request: Request, body: ChatRequest, given: dict[str, Any]) -> ChatConversation:
     """Checks the request. `given`: its fields that are not null."""
-    refuse(given, REFUSED)
     served = request.choose_model(body.model, "generate")
     messages = text_messages(request, body.messages, served.tokenizer)
     if body.top_logprobs is not None and not body.logprobs:
@@ -400,7 +384,7 @@ ROUTES = [
 FIELDS = {
     "messages", "max_completion_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
     "allow_control_tokens", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort",
-    "enable_thinking", *REFUSED,
+    "enable_thinking",
 }  # fmt: skip
 """Fields of chat that beam search has, besides those of both routes."""
 

@@ -13,7 +13,6 @@ import msgspec
 from slipstream.front.prompts import off_loop
 from slipstream.front.served import ServedModel
 from slipstream.serve.http.dialects.responses_types import (
-    REFUSED,
     InputItemList,
     ResponseEvents,
     ResponseItems,
@@ -26,7 +25,7 @@ from slipstream.serve.http.dialects.responses_types import (
 from slipstream.serve.http.generation.chat_run import AnswerBlocks, Block, ChatRun, blocks_of, start_chat
 from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
 from slipstream.serve.http.generation.dialect import assistant_message, chat_params, think_variables
-from slipstream.serve.http.generation.fields import check_fields, given_fields, refuse
+from slipstream.serve.http.generation.fields import check_fields
 from slipstream.serve.http.generation.tools import Tools
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request, delete, get, limit_of, newest_first, post, query_of, refused
@@ -56,7 +55,6 @@ class _Job:
     """One request: its conversation, and the construction of its response."""
 
     def __init__(self, request: Request, body: ResponsesRequest) -> None:
-        refuse(given_fields(body), REFUSED)
         self.request = request
         self.body = body
         self.served = request.choose_model(body.model, "generate")

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from slipstream.base.typed import Fields, unsupported
 from slipstream.front.served import ServedModel
 from slipstream.serve.http.generation.chat_run import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from slipstream.serve.http.generation.dialect import assistant_message
-from slipstream.serve.http.generation.fields import Label, Refused, check_fields
+from slipstream.serve.http.generation.fields import Label, check_fields
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.response import named_event
 from slipstream.text.chat_template import known_roles
@@ -20,7 +21,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(Fields, kw_only=True):
     """Fields that are null or absent have the defaults of the model's generation_config.json."""
 
     input: Annotated[str | list[dict[str, Any]], _doc("a text, or messages, calls and their results")]
@@ -49,36 +50,21 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: Label = None
     include: Annotated[list[str] | None, _doc("nothing: the output has all there is; other values are refused")] = None
 
-    background: Refused = None
-    conversation: Refused = None
-    prompt: Refused = None
-    max_tool_calls: Refused = None
-    top_logprobs: Refused = None
-    service_tier: Refused = None
-    stream_options: Refused = None
-    prompt_cache_retention: Refused = None
-    prompt_cache_options: Refused = None
-    context_management: Refused = None
-    moderation: Refused = None
-    image: Refused = None
-    access_programs: Refused = None
-
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "use /v1/batches"),
-    "conversation": ((), "use previous_response_id"),
-    "prompt": ((), "the server stores no prompts"),
-    "max_tool_calls": ((), "the server runs no tools; use parallel_tool_calls"),
-    "top_logprobs": ((0,), "use /v1/chat/completions"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
-    "prompt_cache_retention": (("in_memory",), "cached prompts stay until their memory is needed"),
-    "prompt_cache_options": (({},), "cached prompts stay until their memory is needed"),
-    "context_management": (([],), "send the items that the model shall read"),
-    "moderation": ((), "the server has no moderation"),
-    "image": ((), "models write text only"),
-    "access_programs": ((), "there are none"),
-}
+    background: Annotated[Any, unsupported("use /v1/batches", False)] = None
+    conversation: Annotated[Any, unsupported("use previous_response_id")] = None
+    prompt: Annotated[Any, unsupported("the server stores no prompts")] = None
+    max_tool_calls: Annotated[Any, unsupported("the server runs no tools; use parallel_tool_calls")] = None
+    top_logprobs: Annotated[Any, unsupported("use /v1/chat/completions", 0)] = None
+    service_tier: Annotated[Any, unsupported("there is one tier", "auto", "default")] = None
+    stream_options: Annotated[Any, unsupported("events are not padded", {}, {"include_obfuscation": False})] = None
+    prompt_cache_retention: Annotated[
+        Any, unsupported("cached prompts stay until their memory is needed", "in_memory")
+    ] = None
+    prompt_cache_options: Annotated[Any, unsupported("cached prompts stay until their memory is needed", {})] = None
+    context_management: Annotated[Any, unsupported("send the items that the model shall read", [])] = None
+    moderation: Annotated[Any, unsupported("the server has no moderation")] = None
+    image: Annotated[Any, unsupported("models write text only")] = None
+    access_programs: Annotated[Any, unsupported("there are none")] = None
 
 
 class ResponsesContent(msgspec.Struct, omit_defaults=True):

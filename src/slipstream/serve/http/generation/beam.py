@@ -21,7 +21,7 @@ from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.http.generation import fields
-from slipstream.serve.http.generation.fields import REFUSED, GenerationFields, given_fields
+from slipstream.serve.http.generation.fields import GenerationFields, given_fields
 from slipstream.serve.http.generation.generation import (
     PromptTokensDetails,
     Usage,
@@ -36,7 +36,7 @@ _FIELDS = {
     "model", "n", "max_tokens", "use_beam_search", "length_penalty", "ignore_eos", "priority", "cache_salt",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "temperature",
     "add_special_tokens", "return_token_ids", "truncate_prompt_tokens", *fields.FIELDS, "guided_whitespace_pattern",
-    "user", "metadata", "safety_identifier", "prompt_cache_key", *REFUSED,
+    "user", "metadata", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
 
 

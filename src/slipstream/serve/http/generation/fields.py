@@ -1,7 +1,7 @@
 """The request fields that completions and chat share: OpenAI's, vLLM's, and those that are not supported.
 
 No field is ignored without notice. A field is used; or it is a label of the client without effect (`Label`); or it is
-refused unless its value is the default behaviour (`REFUSED`). Any other field is refused as unknown.
+refused unless its value asks for nothing (`unsupported`). Any other field is refused as unknown.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import Fields, unsupported, unsupported_fields
 from slipstream.engine.model_description import ModelDescription
 from slipstream.front.inputs import InputProcessor
 from slipstream.params.sampling import SamplingParams
@@ -24,16 +25,15 @@ def _doc(text: str) -> msgspec.Meta:
 
 
 Label = Annotated[Any, _doc("a label of the client: accepted, without effect")]
-Refused = Annotated[Any, _doc("not supported: refused unless it is the default behaviour")]
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Refused = None
+    include_obfuscation: Annotated[Any, unsupported("events are not padded", False)] = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(Fields, kw_only=True):
     """Fields that are null or absent have the defaults of the model's generation_config.json."""
 
     model: Annotated[str | None, _doc("a name from /v1/models; default: the first model that generates")] = None
@@ -98,44 +98,25 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     safety_identifier: Label = None
     prompt_cache_key: Label = None
 
-    prompt_cache_retention: Refused = None
-    service_tier: Refused = None
-    request_id: Refused = None
-    guided_decoding_backend: Refused = None
-    best_of: Refused = None
-    early_stopping: Refused = None
-    truncation_side: Refused = None
-    logits_processors: Refused = None
-    kv_transfer_params: Refused = None
+    prompt_cache_retention: Annotated[
+        Any, unsupported("cached prompts stay until their memory is needed", "in_memory", "in-memory")
+    ] = None
+    service_tier: Annotated[Any, unsupported("there is one tier; use priority", "auto", "default")] = None
+    request_id: Annotated[Any, unsupported("send the header X-Request-Id instead")] = None
+    guided_decoding_backend: Annotated[Any, unsupported("llguidance compiles grammars", "auto", "guidance")] = None
+    best_of: Annotated[Any, unsupported("use n and choose among the samples", 1)] = None
+    early_stopping: Annotated[Any, unsupported("beam search always lasts max_tokens steps", False)] = None
+    truncation_side: Annotated[Any, unsupported("prompts are truncated on the left", "left")] = None
+    logits_processors: Annotated[
+        Any, unsupported("a request cannot have code; start the server with --logits-processors", [])
+    ] = None
+    kv_transfer_params: Annotated[Any, unsupported("KV caches are not transferred between engines", {})] = None
 
 
-_UNSUPPORTED = "unsupported_parameter"
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay until their memory is needed"),
-    "service_tier": (("auto", "default"), "there is one tier; use priority"),
-    "request_id": ((), "send the header X-Request-Id instead"),
-    "guided_decoding_backend": (("auto", "guidance"), "grammars are compiled by llguidance"),
-    "best_of": ((1,), "use n and choose among the samples"),
-    "length_penalty": ((1, 1.0), "it is for beam search; set use_beam_search"),
-    "early_stopping": ((False,), "beam search always lasts max_tokens steps"),
-    "truncation_side": (("left",), "prompts are truncated on the left"),
-    "logits_processors": (([],), "a request cannot have code; start the server with --logits-processors"),
-    "kv_transfer_params": (({},), "KV caches are not transferred between engines"),
-}
-
-
-def given_fields(body: msgspec.Struct) -> dict[str, Any]:
-    """Returns the fields that are not null."""
+def given_fields(body: Fields) -> dict[str, Any]:
+    """Returns the fields that are not null, without those that ask for nothing."""
     pairs = zip(body.__struct_fields__, msgspec.structs.astuple(body), strict=True)
-    return {name: value for name, value in pairs if value is not None}
-
-
-def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raises for a field of the table with another value than the supported ones."""
-    for name in given.keys() & table.keys():
-        supported, hint = table[name]
-        if given[name] not in supported:
-            raise bad_request(f"{name} is not supported: {hint}", param=name, code=_UNSUPPORTED)
+    return {name: value for name, value in pairs if value is not None and name not in unsupported_fields(type(body))}
 
 
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)  # a request field of the same name sets the parameter
@@ -152,7 +133,6 @@ def sampling_params(
 
     `own`: parameters whose request fields differ by route, with precedence. `names`: the names of those fields.
     """
-    refuse(given, REFUSED)
     _check_limits(given | own, settings, names)
     _check_together(given, own)
     requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
@@ -182,9 +162,8 @@ def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
         if options.continuous_usage_stats and not options.include_usage:
             name = "stream_options.continuous_usage_stats"
             raise bad_request(f"{name} needs include_usage=true; set it, or remove this", param=name)
-        if options.include_obfuscation not in (None, False):
-            name = "stream_options.include_obfuscation"
-            raise bad_request(f"{name} is not supported: events are not padded", param=name, code=_UNSUPPORTED)
+    if given.get("length_penalty") not in (None, 1):
+        raise bad_request("length_penalty is for beam search; set use_beam_search, or remove this", "length_penalty")
     if own.get("logprobs") is None:
         for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
             if given.get(name):

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from slipstream.base.typed import unsupported
 from slipstream.front.pooling_calls import encode
 from slipstream.front.pooling_results import SparseOutput
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import PoolingParams, Task
 from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, text_messages
-from slipstream.serve.http.generation.fields import Refused
 from slipstream.serve.http.pooling.run import (
     Chosen,
     Input,
@@ -36,7 +36,7 @@ from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import JsonList, Response, json_array, large_response
 
 
-class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+class EmbeddingRequest(VectorFields, kw_only=True):
     """`input`, or messages, which the model's chat template renders as one text."""
 
     input: Input | None = None
@@ -45,7 +45,9 @@ class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     allow_control_tokens: AllowControlTokens = None
-    chat_template: Refused = None
+    chat_template: Annotated[
+        Any, unsupported("a request cannot have a template; start the server with --chat-template")
+    ] = None
 
 
 class EmbeddingObject(msgspec.Struct):
@@ -94,7 +96,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
 
 
 _OF_MESSAGES = (
-    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template", "allow_control_tokens",
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens",
 )  # fmt: skip
 
 
@@ -104,8 +106,6 @@ async def _message_ids(
     """Returns the token ids of a conversation, without adding special tokens: the template adds them."""
     if body.input is not None:
         raise bad_request("input and messages are both given; remove one of them", "input")
-    if body.chat_template is not None:
-        raise bad_request("a request cannot have a template; start the server with --chat-template", "chat_template")
     if body.prompt_name is not None:
         raise bad_request("prompt_name is for texts; put the prompt into the messages", "prompt_name")
     inputs, tokenizer = chosen.served.inputs, chosen.served.tokenizer
@@ -140,7 +140,7 @@ ROUTES = [
 # POST /pooling and /classify in vLLM's format: any pooling task, and classification.
 
 
-class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+class PoolingRequest(VectorFields, kw_only=True):
     input: Input
     task: Annotated[Task | None, msgspec.Meta(description="a pooling task; default: the model's first")] = None
     activation: Annotated[
@@ -204,7 +204,7 @@ def sparse_weights(found: SparseOutput) -> JsonList:
     return JsonList((SparseWeight(index, value) for index, value in pairs), 256)
 
 
-class ClassifyRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class ClassifyRequest(PoolFields, kw_only=True):
     input: Input
     activation: Annotated[
         bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from slipstream.base.typed import unsupported
 from slipstream.front.pooling_calls import rerank, score
 from slipstream.front.pooling_inputs import PoolingInputs
 from slipstream.front.pooling_results import RerankResult
 from slipstream.front.served import SCORING
-from slipstream.serve.http.generation.fields import Refused, refuse
 from slipstream.serve.http.pooling.run import (
     Chosen,
     PoolFields,
@@ -36,7 +36,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class RerankRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(PoolFields, kw_only=True):
     query: str
     documents: Annotated[
         list[str | dict[str, Any]] | None, _doc("texts, or objects with a field text; the response has Cohere's format")
@@ -47,8 +47,8 @@ class RerankRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens_per_doc: Annotated[int | None, _doc("truncate longer documents")] = None
     activation: Annotated[bool | None, _doc("probabilities instead of raw scores; default true")] = None
     use_activation: Annotated[bool | None, _doc("another name of activation")] = None
-    rank_fields: Refused = None
-    max_chunks_per_doc: Refused = None
+    rank_fields: Annotated[Any, unsupported("only the field text of a document is read", ["text"])] = None
+    max_chunks_per_doc: Annotated[Any, unsupported("documents are not split; use max_tokens_per_doc")] = None
 
     texts: Annotated[list[str] | None, _doc("instead of documents; the response has TEI's format")] = None
     raw_scores: Annotated[bool | None, _doc("TEI: raw scores instead of probabilities")] = None
@@ -101,14 +101,10 @@ class Rank(msgspec.Struct, omit_defaults=True):
     text: str | None = None
 
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "rank_fields": ((["text"],), "only the field text of a document is read"),
-    "max_chunks_per_doc": ((), "documents are not split into chunks; use max_tokens_per_doc"),
-}
 _TEI_FIELDS = ("return_text", "truncate", "truncation_direction")
 """Fields that need `texts`; the next are those that need `documents`."""
 _COHERE_FIELDS = (
-    "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation", *_REFUSED,
+    "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation", "rank_fields",
 )  # fmt: skip
 
 
@@ -134,9 +130,6 @@ async def _as_cohere(
     for name in _TEI_FIELDS:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} needs texts; give texts, or remove it", name)
-    for name in _REFUSED:
-        if (value := getattr(body, name)) is not None:
-            refuse({name: value}, _REFUSED)
     chosen = choose(request, body.model, *SCORING, "classify")
     texts = [_text(index, document) for index, document in enumerate(documents)]
     raw = None if body.raw_scores is None else not body.raw_scores
@@ -223,7 +216,7 @@ _ONE = msgspec.Meta(description="one text, or as many as text_2 has")
 _OTHER = msgspec.Meta(description="another name of text_1 or text_2")
 
 
-class ScoreRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class ScoreRequest(PoolFields, kw_only=True):
     """Two lists of texts, under one of three pairs of names."""
 
     text_1: Annotated[Texts | None, _ONE] = None

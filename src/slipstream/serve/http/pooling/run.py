@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from slipstream.base.errors import SlipstreamError
+from slipstream.base.typed import Fields, unsupported
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Pooled, Submit
 from slipstream.front.inputs import PreparedPrompt
@@ -20,7 +21,7 @@ from slipstream.front.prompts import LONG, PROMPT_COST
 from slipstream.front.request_state import PoolingRequestState
 from slipstream.front.served import ServedModel
 from slipstream.params.pooling import TASKS, PoolingParams, Task
-from slipstream.serve.http.generation.fields import Label, Refused, refuse
+from slipstream.serve.http.generation.fields import Label
 from slipstream.serve.http.server.errors import HTTPException, aborted, bad_request
 from slipstream.serve.http.server.request import Request
 
@@ -148,7 +149,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class PoolFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PoolFields(Fields, kw_only=True):
     """Fields that are null or absent have the defaults of the model's files."""
 
     model: Annotated[str | None, _doc("a name from /v1/models; default: the best model for the task")] = None
@@ -163,12 +164,14 @@ class PoolFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     user: Label = None
     metadata: Label = None
-    request_id: Refused = None
-    add_special_tokens: Refused = None
-    mm_processor_kwargs: Refused = None
+    request_id: Annotated[Any, unsupported("send the header X-Request-Id instead")] = None
+    add_special_tokens: Annotated[
+        Any, unsupported("pooling models need special tokens; give token ids to omit them", True)
+    ] = None
+    mm_processor_kwargs: Annotated[Any, unsupported("models read text only", {})] = None
 
 
-class VectorFields(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class VectorFields(PoolFields, kw_only=True):
     """Fields of routes that return vectors or scores."""
 
     encoding_format: Annotated[
@@ -177,8 +180,8 @@ class VectorFields(PoolFields, kw_only=True, forbid_unknown_fields=True):
     dimensions: Annotated[int | None, _doc("truncate vectors to this size (Matryoshka)")] = None
     normalize: Annotated[bool | None, _doc("scale vectors to length 1")] = None
     prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
-    embed_dtype: Refused = None
-    endianness: Refused = None
+    embed_dtype: Annotated[Any, unsupported("values are float32", "float32")] = None
+    endianness: Annotated[Any, unsupported("values are little-endian", "little", "native")] = None
 
 
 Input = Annotated[str | list[str | int | list[int]], _doc("a text, a list of token ids, or a list of either")]
@@ -187,16 +190,6 @@ Input = Annotated[str | list[str | int | list[int]], _doc("a text, a list of tok
 class PoolUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
-
-
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "add_special_tokens": ((True,), "pooling models need special tokens; give token ids to omit them"),
-    "mm_processor_kwargs": (({},), "models read text only"),
-    "request_id": ((), "send the header X-Request-Id instead"),
-    "embed_dtype": (("float32",), "values are float32"),
-    "endianness": (("little", "native"), "values are little-endian"),
-}
-_REFUSED_NAMES = tuple(_REFUSED)
 
 
 def pooling_params(
@@ -213,9 +206,6 @@ def pooling_params(
     A text that is longer than the model reads is refused, unless the request has a truncation field, the route
     truncates (`truncates`), or the model is a late-interaction model, which truncates by design.
     """
-    for name in _REFUSED_NAMES:
-        if getattr(body, name, None) is not None:
-            refuse({name: getattr(body, name)}, _REFUSED)
     if body.truncate_prompt_tokens is not None:
         keep = body.truncate_prompt_tokens
         own["truncate_prompt_tokens"] = pooling.max_seq_length or -1 if keep == -1 else keep

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
+from slipstream.base.typed import Fields
 from slipstream.front.pooling_calls import encode, score
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
@@ -25,7 +26,7 @@ from slipstream.serve.http.pooling.run import (
     size_of,
 )
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
-from slipstream.serve.http.server.errors import bad_request, invalid_body
+from slipstream.serve.http.server.errors import bad_request, checked_body
 from slipstream.serve.http.server.request import Endpoint, Request, Route, get, post
 from slipstream.serve.http.server.response import JsonList, Response, json_array, json_response, large_response
 
@@ -36,7 +37,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class TeiFields(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class TeiFields(PoolFields, kw_only=True):
     truncate: Annotated[bool | None, _doc("truncate long texts, or refuse them; default: as the model's files say")] = (
         None
     )
@@ -50,14 +51,14 @@ Inputs = Annotated[
 ]
 
 
-class EmbedRequest(TeiFields, kw_only=True, forbid_unknown_fields=True):
+class EmbedRequest(TeiFields, kw_only=True):
     inputs: Inputs
     normalize: Annotated[bool | None, _doc("scale vectors to length 1; default true")] = None
     prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
     dimensions: Annotated[int | None, _doc("truncate vectors to this size (Matryoshka)")] = None
 
 
-class TokensRequest(TeiFields, kw_only=True, forbid_unknown_fields=True):
+class TokensRequest(TeiFields, kw_only=True):
     inputs: Inputs
     prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
 
@@ -104,7 +105,7 @@ async def _encode(request: Request, body: EmbedRequest | TokensRequest, task: Ta
     return found
 
 
-class PredictRequest(TeiFields, kw_only=True, forbid_unknown_fields=True):
+class PredictRequest(TeiFields, kw_only=True):
     inputs: Annotated[
         str | list[str | list[str]],
         _doc("a text; a pair of texts as a list of two; or a list of lists, each a text or a pair"),
@@ -151,18 +152,18 @@ def _sequences(inputs: str | list[Any]) -> tuple[list[list[str]], bool]:
     return sequences, is_batch
 
 
-class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
+class SimilarityInputs(Fields):
     source_sentence: str
     sentences: list[str]
 
 
-class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
+class SimilarityParameters(Fields):
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     prompt_name: str | None = None
 
 
-class SimilarityRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
+class SimilarityRequest(PoolFields, kw_only=True):
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
 
@@ -254,11 +255,7 @@ async def run_default_task(request: Request, body: dict[str, Any]) -> Response:
         kind, handler = (RerankRequest, rerank_as_tei) if pooling.num_labels == 1 else (PredictRequest, predict)
     else:
         kind, handler = (TokensRequest, embed_sparse) if pooling.tasks[0] == "sparse" else (EmbedRequest, embed)
-    try:
-        converted = msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_body(error, kind) from None
-    response: Response = await handler(request, converted)
+    response: Response = await handler(request, checked_body(kind, body))
     return response
 
 

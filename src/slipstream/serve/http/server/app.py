@@ -22,7 +22,7 @@ from slipstream.params.values import MAX_DEPTH, MAX_HOLDERS, is_deep_json, is_wi
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.body import ClientDisconnect, Watch, check_origin, read_form
 from slipstream.serve.http.server.error_formats import in_format_of
-from slipstream.serve.http.server.errors import HTTPException, as_http_error, bad_request, invalid_body
+from slipstream.serve.http.server.errors import HTTPException, as_http_error, bad_request, checked_body
 from slipstream.serve.http.server.request import Address, Request, Route
 from slipstream.serve.http.server.response import Receive, ResponseWriter, Send
 from slipstream.serve.http.server.state import State
@@ -224,10 +224,12 @@ def _decoded_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise bad_request(f"the body is nested too deeply; the limit is {MAX_DEPTH} objects and arrays in one another")
     if is_wide_json(body):
         raise bad_request(f"the body has too many objects and arrays; the limit is {MAX_HOLDERS}, send it in parts")
+    body = body.removeprefix(BOM_UTF8)  # .NET's writers put it before a text
     try:
-        return decoder.decode(body.removeprefix(BOM_UTF8))  # .NET's writers put it before a text
-    except msgspec.ValidationError as error:
-        raise invalid_body(error, decoder.type) from None
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            return checked_body(decoder.type, msgspec.json.decode(body))
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not JSON: {error}; send JSON encoded as UTF-8") from None
     except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one

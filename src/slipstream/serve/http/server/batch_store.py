@@ -24,6 +24,7 @@ import msgspec
 
 from slipstream.base.errors import InvalidOption, UserError
 from slipstream.base.files import locked
+from slipstream.base.typed import Fields
 from slipstream.serve.http.server.batch_lines import BatchLineError
 from slipstream.serve.http.server.errors import HTTPException
 from slipstream.serve.http.server.settings import ServerSettings
@@ -368,7 +369,7 @@ class BatchErrors(msgspec.Struct):
     object: str = "list"
 
 
-class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
+class ExpiresAfter(Fields):
     anchor: str
     seconds: int
 

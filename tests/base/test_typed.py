@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from slipstream.base.typed import Fields, Item, Mismatch, check, unsupported, untagged, wanted
+from slipstream.base.typed import Fields, InnerFields, Mismatch, check, unsupported, untagged, wanted
 
 
-class Text(Item, tag="text"):
+class Text(InnerFields, tag="text"):
     text: str
     notes: Annotated[Any, unsupported("answers have none", [], "off")] = None
 
 
-class Link(Item, tag="link"):
+class Link(InnerFields, tag="link"):
     url: Annotated[str, wanted("an address that begins with http", pattern="^http")]
     size: Literal["small", "large"] | None = None
 
@@ -48,19 +48,22 @@ WRONG = [
     ({"parts": ["a", None]}, "parts[1]", "parts[1] is null; give a string or an object of type text or link"),
     ({"parts": [{"text": 5}]}, "parts[0].text", "parts[0].text is 5; give a string"),
     ({"parts": [{"type": "text"}]}, "parts[0].text", "parts[0].text is missing; give a string"),
-    ({"parts": [{"type": "film", "text": "a"}]}, "parts[0]",
+    ({"parts": [{"type": "film", "text": "a"}]}, "parts[0].type",
      "parts[0] is of type 'film', which is not supported here; give text, link"),
-    ({"parts": [{"type": None, "text": "a"}]}, "parts[0]",
-     "parts[0] is of type null, which is not supported here; give text, link"),
+    ({"parts": [{"type": None, "text": "a"}]}, "parts[0].type", "parts[0].type is null; give text, link"),
     ({"parts": [{"type": "link", "url": "ftp"}]}, "parts[0].url",
      "parts[0].url is 'ftp'; give an address that begins with http"),
     ({"parts": [{"type": "link", "url": "http", "size": []}]}, "parts[0].size",
      "parts[0].size is a list; give one of large, small"),
-    ({"parts": [{"text": "a", "txt": 1}]}, "parts[0].txt", "there is no field parts[0].txt; remove it"),
+    ({"parts": [{"text": "a", "txt": 1}]}, "parts[0].txt", "there is no field parts[0].txt; did you mean text?"),
+    ({"parts": [{"txt": "a"}]}, "parts[0].txt", "there is no field parts[0].txt; did you mean text?"),
+    ({"parts": [{"content": "a"}]}, "parts[0].text", "parts[0].text is missing; give a string"),
+    ({"one": {"type": None, "text": "a"}}, "one.type", "one.type is null; give text"),
     ({"one": {"text": "a", "notes": [1]}}, "one.notes", "one.notes is not supported: answers have none"),
-    ({"one": {"type": "link", "url": "http"}}, "one", "one is of type 'link', which is not supported here; give text"),
+    ({"one": {"type": "link", "url": "http"}}, "one.type",
+     "one is of type 'link', which is not supported here; give text"),
     ({"inner": {"name": "a", "x": None}}, "inner.x", "there is no field inner.x; remove it"),
-    ({"inner": {"": None}}, "inner.", "there is no field inner.; remove it"),
+    ({"inner": {"name": "a", "": None}}, "inner.", "there is no field inner.; remove it"),
     ({"weights": {"a": 1, "b": "2"}}, "weights.b", "weights.b is '2'; give a number"),
     ({"ids": [1, [2, "3"]]}, "ids[1][1]", "ids[1][1] is '3'; give a whole number"),
     ({"some": []}, "some", "some is a list; give a list of strings that is not empty"),
@@ -81,7 +84,7 @@ def test_what_does_not_fit_is_named(value, path, text):
 TAKEN = [
     ({"parts": [{"text": "a"}]}, Body(parts=[Text("a")])),
     ({"parts": [{"type": "link", "url": "http", "extra": None}, "b"]}, Body(parts=[Link("http"), "b"])),
-    ({"one": {"type": None, "text": "a", "notes": []}}, Body(one=Text("a", []))),
+    ({"one": {"text": "a", "notes": [], "extra": None}}, Body(one=Text("a", []))),
     ({"tier": "auto", "mode": 3, "weights": {"a": 1}}, Body(tier="auto", mode=3, weights={"a": 1.0})),
 ]
 
@@ -106,8 +109,8 @@ def test_a_wrong_value_in_a_long_list_is_found_without_a_walk(monkeypatch):
     from slipstream.base import typed
 
     calls = []
-    fit = typed._Place.fit
-    monkeypatch.setattr(typed._Place, "fit", lambda *given: calls.append(given) or fit(*given))
+    fit = typed._Checker.fit
+    monkeypatch.setattr(typed._Checker, "fit", lambda *given: calls.append(given) or fit(*given))
     with pytest.raises(Mismatch, match=r"ids\[100000\] is '1'"):
         check(Body, {"ids": [1] * 100_000 + ["1"]})
     assert len(calls) < 10

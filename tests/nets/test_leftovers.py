@@ -53,7 +53,7 @@ READ_BY_OTHERS = {  # attributes that are set and that no code of the package re
     **dict.fromkeys(["_closing", "_comment", "_taken"], "keeps an object alive"),
     "_newest": "a list that is filled for its other holders",
     "__cuda_array_interface__": "torch reads it",
-    **dict.fromkeys(["encoder_prompt", "encoder_prompt_token_ids"], "vLLM's RequestOutput"),
+    **dict.fromkeys(["encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"], "vLLM's RequestOutput"),
 }
 PASSED_BY_OTHERS = {  # arguments with a default that no call of the package passes
     **dict.fromkeys(["sys", "proc", "environ", "clock", "sleep", "threads"], "a machine of a test"),

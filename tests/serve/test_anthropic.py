@@ -150,13 +150,16 @@ def image(kind):
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice demands a call"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name is 'a b'"),
-        ({"tools": [TOOL | {"input_schema": 5}]}, "tools[0].input_schema is no JSON schema"),
+        ({"tools": [TOOL | {"input_schema": 5}]}, "tools[0].input_schema is 5; give an object"),
         ({"tools": [TOOL, TOOL]}, "twice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
-        ({"thinking": {"type": "between_tools"}}, "thinking is {'type': 'between_tools'}"),
+        (
+            {"thinking": {"type": "between_tools"}},
+            "thinking.type is 'between_tools'; give one of adaptive, disabled, enabled",
+        ),
         ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking.budget_tokens needs type enabled"),
     ],
 )

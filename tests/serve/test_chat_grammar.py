@@ -105,7 +105,6 @@ INNER = {
     "additionalProperties": False,
     "$defs": {"Days": {"type": "integer"}},
 }
-AUTO = ("auto", None)  # tool_choice, parallel_tool_calls
 STRICT = {"weather": INNER, "now": {"type": "object"}}
 GOOD = '{"city": "Oslo", "days": 2, "unit": "C"}'
 BAD = '{"city": "Oslo", "unit": "K"}'
@@ -204,7 +203,7 @@ def test_calls_take_the_place_of_a_shape(tokenizer, accepts, name):
     is_harmony = name == "openai"
     format = reasoning_format("openai_gptoss" if is_harmony else "qwen3")
     prefix = reasoning_prefix(format, tokenizer, "assistant\n", continues=False)
-    tools = Tools.check([{"type": "function", "function": function} for function in FUNCTIONS], *AUTO)
+    tools = Tools.of(FUNCTIONS)
     formats = ChatFormats(format, tool_call_format(name))
     calls = _calls_alone(tools, formats, tokenizer, prefix, "response_format")
     params = StructuredOutputsParams(json=CITY, prefix=prefix, alternative=calls)
@@ -219,7 +218,7 @@ def test_calls_take_the_place_of_a_shape(tokenizer, accepts, name):
 
 
 def test_calls_take_the_place_of_a_shape_without_reasoning(tokenizer, accepts):
-    tools = Tools.check([{"type": "function", "function": {"name": "now"}}], *AUTO)
+    tools = Tools.of([{"name": "now"}])
     calls = _calls_alone(tools, ChatFormats(None, tool_call_format("hermes")), tokenizer, None, "response_format")
     params = StructuredOutputsParams(json_object=True, alternative=calls)
     call = '<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>'  # not strict: any object

@@ -217,8 +217,8 @@ def test_samples_have_calls_of_their_own(folder):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [5]}, "tools[0]", "is no function"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search', which is not supported"),
+        ({"tools": [5]}, "tools[0]", "is 5; give an object of type function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search', which is not supported"),
         ({"tools": [{**NOW, "x": 1}]}, "tools[0].x", "no field"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
         ({"tools": [{"type": "function", "function": {"name": "f", "y": 1}}]}, "tools[0].function.y", "no field"),
@@ -226,7 +226,7 @@ def test_samples_have_calls_of_their_own(folder):
         ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice", "maybe"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "now"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is missing"),
         ({"tools": [NOW], "tool_choice": ALLOWED | {"mode": "auto"}}, "tool_choice.mode", "no field"),
         ({"tools": [WEATHER], "tool_choice": ALLOWED}, "tool_choice", "'now', and tools has weather"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),

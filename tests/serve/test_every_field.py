@@ -11,6 +11,7 @@ import json
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
+import msgspec.inspect
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -318,34 +319,123 @@ def check_field(runner, door, path, field):
 
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OTHER = {"type": "object", "properties": {"b": {"type": "string"}}}
+TAG = [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}]
+NAMED = {"type": "function", "function": {"name": "now"}}
+LATER = {"type": "function", "function": {"name": "later"}}
+BOTH = {"tools": [NAMED, LATER]}
+ALLOWED = {"mode": "auto", "tools": [NAMED]}
+FLAT = {"tools": [{"type": "function", "name": "now"}, {"type": "function", "name": "later"}]}
+PAIR = {"tools": [{"name": "now", "input_schema": SCHEMA}, {"name": "later", "input_schema": OTHER}]}
+FORM = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+THINKS = {"type": "enabled", "budget_tokens": 5}
+# path, what is beside the field, its name, its value without the field inside, and with it
 NESTED = [
-    ("/v1/completions", {"stream": True}, "stream_options", {"include_usage": True}),
-    ("/v1/completions", {"stream": True}, "stream_options", USAGE),
-    ("/v1/chat/completions", {"stream": True}, "stream_options", {"include_usage": True}),
-    ("/v1/chat/completions", {"stream": True}, "stream_options", USAGE),
-    ("/similarity", {}, "parameters", {"truncate": False}),
-    ("/similarity", {}, "parameters", {"truncation_direction": "left"}),
-    ("/similarity", {}, "parameters", {"prompt_name": "query"}),
-    ("/v1/batches", {}, "output_expires_after", EXPIRES),
-]
+    ("/v1/completions", {"stream": True}, "stream_options", {}, {"include_usage": True}),
+    ("/v1/completions", {"stream": True}, "stream_options", {"include_usage": True}, USAGE),
+    ("/similarity", {}, "parameters", {}, {"truncate": False}),
+    ("/similarity", {}, "parameters", {}, {"truncation_direction": "left"}),
+    ("/similarity", {}, "parameters", {}, {"prompt_name": "query"}),
+    ("/v1/batches", {}, "output_expires_after", None, EXPIRES),
+    ("/v1/completions", {}, "response_format", {"type": "text"},
+     {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ("/v1/completions", {}, "response_format", {"type": "structural_tag"}, {"type": "structural_tag", "format": {}}),
+    ("/v1/completions", {}, "response_format", {"type": "structural_tag"},
+     {"type": "structural_tag", "structures": TAG}),
+    ("/v1/completions", {}, "response_format", {"type": "structural_tag"},
+     {"type": "structural_tag", "triggers": ["<"]}),
+    ("/v1/chat/completions", BOTH, "tool_choice", LATER, NAMED),
+    ("/v1/chat/completions", BOTH, "tool_choice", "auto", {"type": "allowed_tools", "allowed_tools": ALLOWED}),
+    ("/v1/responses", {}, "text", {}, {"format": FORM}),
+    ("/v1/responses", {}, "reasoning", {}, {"effort": "high"}),
+    ("/v1/responses", FLAT, "tool_choice", {"type": "function", "name": "later"}, {"type": "function", "name": "now"}),
+    ("/v1/responses", FLAT, "tool_choice", "auto",
+     {"type": "allowed_tools", "mode": "required", "tools": FLAT["tools"]}),
+    ("/v1/messages", PAIR, "tool_choice", {"type": "auto"}, {"type": "any"}),
+    ("/v1/messages", PAIR, "tool_choice", {"type": "tool", "name": "later"}, {"type": "tool", "name": "now"}),
+    ("/v1/messages", PAIR, "tool_choice", {"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}),
+    ("/v1/messages", {}, "thinking", {"type": "disabled"}, {"type": "enabled"}),
+    ("/v1/messages", {}, "thinking", {"type": "enabled"}, THINKS),
+    ("/v1/messages", {}, "output_config", {}, {"effort": "high"}),
+    ("/v1/messages", {}, "output_config", {}, {"format": {"type": "json_schema", "schema": SCHEMA}}),
+    ("/v1/messages", {}, "output_format", {"type": "json_schema", "schema": OTHER},
+     {"type": "json_schema", "schema": SCHEMA}),
+    ("/v2/chat", {}, "response_format", {"type": "json_object"}, {"type": "json_object", "json_schema": SCHEMA}),
+    ("/v2/chat", {}, "response_format", {"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}),
+    ("/v2/chat", {}, "thinking", {"type": "disabled"}, {"type": "enabled"}),
+    ("/v2/chat", {}, "thinking", {"type": "enabled"}, {"type": "enabled", "token_budget": 5}),
+    ("/api/embed", {}, "options", {}, {"num_ctx": 2}),
+    *(
+        ("/api/chat", {}, "options", {"num_predict": 4}, {"num_predict": 4, name: value})
+        for name, value in {
+            "temperature": 0.1, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": "z", "presence_penalty": 0.5,
+            "frequency_penalty": 0.5, "repeat_penalty": 1.1, "num_predict": 3, "num_ctx": 2,
+        }.items()
+    ),
+]  # fmt: skip
+ALIKE = {  # routes whose field has the same type: checked with one of them
+    "/v1/chat/completions": "/v1/completions", "/v1/messages/count_tokens": "/v1/messages",
+    "/api/generate": "/api/chat", "/api/embeddings": "/api/embed",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "beside", "name", "value"), NESTED, ids=str)
-def test_a_field_inside_a_field_does_something(runner, door, path, beside, name, value):
+@pytest.mark.parametrize(("path", "beside", "name", "without", "value"), NESTED, ids=str)
+def test_a_field_inside_a_field_does_something(runner, door, path, beside, name, without, value):
     base = SAMPLES[path] | beside
-    less = dict(list(value.items())[:-1]) if name != "output_expires_after" else {}
-    first = outcome(runner, door, path, base | ({name: less} if less else {}))
+    first = outcome(runner, door, path, base | ({} if without is None else {name: without}))
     second = outcome(runner, door, path, base | {name: value})
     assert second[0] == 200 and second != first
 
 
-def test_every_field_inside_a_field_is_listed():
-    walked = {(name, field) for _, _, name, value in NESTED for field in value}
+def nested_fields():
+    """Path, name, struct and field of every field inside a field that has an effect or is refused."""
     for path, route in ROUTES.items():
-        hints = get_type_hints(route.body)
-        for name, hint in hints.items():
-            for kind in (hint, *get_args(hint)):
+        for name, hint in get_type_hints(route.body).items():
+            for kind in (
+                hint,
+                *(get_args(hint) if get_origin(hint) is not list else ()),
+            ):  # items: test_nested_fields.py
                 if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, msgspec.Struct):
                     for field in kind.__struct_fields__:
-                        listed = (name, field) in walked or field in ("include_obfuscation",) or name == "inputs"
-                        assert listed, (path, name, field)
+                        if name != "inputs" and not is_label(kind, field):
+                            yield path, name, kind, field
+
+
+def test_every_field_inside_a_field_is_listed():
+    walked = {(path, name, field) for path, _, name, _, value in NESTED for field in value}
+    for path, name, kind, field in nested_fields():
+        same = {(each, name, field) for each in (path, ALIKE.get(path))}
+        assert same & walked or described(kind, field).startswith("not supported"), (path, name, field)
+
+
+REFUSED = [each for each in nested_fields() if described(each[2], each[3]).startswith("not supported")]
+
+
+@pytest.mark.parametrize(("path", "name", "kind", "field"), REFUSED, ids=str)
+def test_a_field_inside_a_field_that_is_not_supported_is_refused_by_name(runner, door, path, name, kind, field):
+    needed = {each.encode_name: "enabled" for each in msgspec.structs.fields(kind) if each.required}
+    status, answer, sent = outcome(runner, door, path, SAMPLES[path] | {name: needed | {field: {"some": "thing"}}})
+    assert status in (400, 422) and not sent and f"{name}.{field} is not supported" in answer["said"], answer
+    assert answer["param"] in (None, f"{name}.{field}")
+
+
+def structs_of(kind: Any) -> set[type[msgspec.Struct]]:
+    """All structs in a type of msgspec.inspect."""
+    inner = [getattr(kind, name) for name in ("type", "item_type", "value_type") if hasattr(kind, name)]
+    inner += [*getattr(kind, "types", ()), *(field.type for field in getattr(kind, "fields", ()))]
+    own = {kind.cls} if isinstance(kind, msgspec.inspect.StructType) else set()
+    return own.union(*map(structs_of, inner))
+
+
+def test_every_field_that_is_not_supported_refuses_a_value():
+    kinds = set().union(*(structs_of(msgspec.inspect.type_info(route.body)) for route in ROUTES.values()))
+    checked = 0
+    for kind in kinds:
+        needed = {each.name: "x" for each in msgspec.structs.fields(kind) if each.required}
+        for field in kind.__struct_fields__:
+            if described(kind, field).startswith("not supported"):
+                with pytest.raises(ValueError, match=f"{field} is not supported"):
+                    kind(**needed, **{field: {"some": "thing"}})
+                checked += 1
+    assert checked > 100

@@ -111,7 +111,7 @@ def test_details_are_those_of_the_files(folder, count, size):
     ("path", "body", "words"),
     [
         ("/api/chat", {"options": {"num_gpu": 1}}, "options.num_gpu"),
-        ("/api/chat", {"options": {"tempreature": 1}}, "there is no option tempreature"),
+        ("/api/chat", {"options": {"tempreature": 1}}, "no field options.tempreature; did you mean temperature?"),
         ("/api/chat", {"options": {"num_ctx": "many"}}, "options.num_ctx is 'many'"),
         ("/api/chat", {"options": {"num_ctx": 0}}, "options.num_ctx is 0"),
         ("/api/chat", {"options": {"num_ctx": 3}, "truncate": False}, "options.num_ctx is 3"),

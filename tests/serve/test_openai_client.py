@@ -252,7 +252,7 @@ def test_errors_are_the_clients_own_exceptions(client, server):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
     with pytest.raises(openai.BadRequestError) as told:
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function"}])
-    assert told.value.param == "tools[0]" and "is no function" in told.value.message
+    assert told.value.param == "tools[0].function" and "is missing; give an object" in told.value.message
     with pytest.raises(openai.BadRequestError) as told:
         client.completions.create(model="tiny", prompt="x" * 300)
     assert told.value.code == "context_length_exceeded"
@@ -364,10 +364,13 @@ def test_response_format_takes_structural_tags(client):
     assert re.match("<[ab]>[0-9]{2}</f>", text)
     old = {"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}]}
     client.chat.completions.create(**args, response_format=old)
-    for wrong, words in (({**form, "strict": True}, "no field 'strict'"), ({**form, "format": {"type": "x"}}, "'x'")):
+    for wrong, words, param in (
+        ({**form, "strict": True}, "no field response_format.strict", "response_format.strict"),
+        ({**form, "format": {"type": "x"}}, "'x'", "response_format"),
+    ):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
             client.chat.completions.create(**args, response_format=wrong)
-        assert caught.value.param == "response_format"
+        assert caught.value.param == param
 
 
 def test_shapes_of_vllm_and_of_older_clients(client):

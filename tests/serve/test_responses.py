@@ -105,6 +105,22 @@ def test_the_events_of_a_stream_are_numbered_and_complete(folder):
     with_server(folder, scenario, reasoning_parser="qwen3")
 
 
+def test_only_the_last_item_of_an_answer_that_is_cut_is_incomplete(folder):
+    """Also where the item before it ends in the same part of the stream."""
+
+    async def scenario(door, url):
+        body = {"input": "Hello", "max_output_tokens": 20}
+        statuses = {}
+        for stream in (False, True):
+            door.core.texts = ["<think>ab</think>bcdefg"]  # in parts of 5 tokens: the last one is k>bcd
+            answer = (await door.post("/v1/responses", body | {"stream": stream})).parsed()
+            done = [each["item"] for each in answer if each["type"] == "response.output_item.done"] if stream else None
+            statuses[stream] = [(item["type"], item["status"]) for item in done or answer["output"]]
+        assert statuses[False] == statuses[True] == [("reasoning", "completed"), ("message", "incomplete")]
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
 def test_an_error_within_a_stream_is_its_next_event(folder):
     async def scenario(door):
         stream = door.begin("POST", "/v1/responses", {"input": "hi", "stream": True}, x_request_timeout="60")
@@ -334,7 +350,7 @@ def test_long_reasoning_is_counted_outside_the_event_loop(folder, monkeypatch):
     ("body", "words"),
     [
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; give function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather", "mode": "auto"}}, "tool_choice.mode"),

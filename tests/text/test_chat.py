@@ -149,9 +149,9 @@ def test_what_cannot_be_continued_is_refused() -> None:
         (["Hi"], "message 0 is of type str"),
         ([*HI, {"content": "x"}], "message 1 has the role None"),
         ([{"role": "user"}], "message 0 has no content"),
-        ([{"role": "user", "content": 5}], "content of type int"),
+        ([{"role": "user", "content": 5}], "content is 5; give a string or a list"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "give {"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text is 3; give a string"),
     ],
 )
 def test_wrong_messages_are_named(messages: Any, words: str) -> None:

@@ -42,14 +42,20 @@ class SlipstreamError(Exception):
 
 
 class UserError(SlipstreamError, ValueError):
-    """A request or an option is wrong. `param` names the parameter, if the error is about one."""
+    """A request or an option is wrong. `param` names the parameter, if the error is about one; `code` is the kind of
+    error for programs, of an HTTP answer."""
 
-    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+    code: str | None = None
+
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code or self.code
 
     def of_prompt(self, index: int, total: int) -> SlipstreamError:
-        return self if total == 1 else type(self)(f"prompt {index + 1} of {total}: {self}", param=self.param)
+        if total == 1:
+            return self
+        return type(self)(f"prompt {index + 1} of {total}: {self}", param=self.param, code=self.code)
 
 
 class InvalidParams(UserError):
@@ -62,6 +68,8 @@ class InvalidPrompt(UserError):
 
 class PromptTooLong(UserError):
     """The prompt has more tokens than the model length."""
+
+    code = "context_length_exceeded"
 
 
 class InvalidImage(UserError):

@@ -15,12 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from slipstream.base.errors import InvalidOption
+from slipstream.base.typed import doc
 from slipstream.config.vllm_args import from_vllm
-
-
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -28,230 +24,228 @@ DEVICES = ("auto", "cpu", "cuda")
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
-        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; default: the embedded model for the task"),
+        doc("a folder in Hugging Face layout, a .gguf file or a hub name; default: the embedded model for the task"),
     ] = None
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "score", "rerank", "token_embed", "token_classify", "sparse"],
-        _doc("the model's task; auto: what it was trained for. Without a model, embed, score and rerank run MiniLM"),
+        doc("the model's task; auto: what it was trained for. Without a model, embed, score and rerank run MiniLM"),
     ] = "auto"
     pooling_type: Annotated[
         str | None,
-        _doc(
+        doc(
             "pooling method: first (or cls), last, mean, max, mean_sqrt_len, weightedmean, or several concatenated, "
             "as mean+max; all or step for token results; default: the model's"
         ),
     ] = None
-    normalize: Annotated[bool | None, _doc("scale vectors to length 1; default: the model's setting")] = None
+    normalize: Annotated[bool | None, doc("scale vectors to length 1; default: the model's setting")] = None
     use_activation: Annotated[
         bool | None,
-        _doc("no: raw scores and vectors that are not normalised; yes: as normalize; default: the model's setting"),
+        doc("no: raw scores and vectors that are not normalised; yes: as normalize; default: the model's setting"),
     ] = None
     classify_activation: Annotated[
         Literal["softmax", "sigmoid", "identity"] | None,
-        _doc("activation of a classifier's scores; default: the model's setting"),
+        doc("activation of a classifier's scores; default: the model's setting"),
     ] = None
-    tokenizer: Annotated[str | None, _doc("folder, tokenizer.json or hub name, instead of the model's own")] = None
-    tokenizer_revision: Annotated[str | None, _doc("branch, tag or commit of the tokenizer on the hub")] = None
-    skip_tokenizer_init: Annotated[bool, _doc("load no tokenizer; prompts must be lists of token ids")] = False
-    chat_template: Annotated[str | None, _doc("a Jinja chat template or its path, instead of the model's")] = None
+    tokenizer: Annotated[str | None, doc("folder, tokenizer.json or hub name, instead of the model's own")] = None
+    tokenizer_revision: Annotated[str | None, doc("branch, tag or commit of the tokenizer on the hub")] = None
+    skip_tokenizer_init: Annotated[bool, doc("load no tokenizer; prompts must be lists of token ids")] = False
+    chat_template: Annotated[str | None, doc("a Jinja chat template or its path, instead of the model's")] = None
     allow_control_tokens: Annotated[
         bool,
-        _doc("encode control tokens in chat messages, <|im_end|> for example, as tokens instead of text"),
+        doc("encode control tokens in chat messages, <|im_end|> for example, as tokens instead of text"),
     ] = False
     model_impl: Annotated[
         Literal["auto", "slipstream", "vllm", "transformers"],
-        _doc(
+        doc(
             "code of the model: slipstream (or vllm), its family here; transformers, the module of that library with "
             "our attention, eagerly; auto: the second for architectures without a family"
         ),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"], _doc("format of the weights; dummy: seeded random weights")
+        Literal["auto", "safetensors", "gguf", "dummy"], doc("format of the weights; dummy: seeded random weights")
     ] = "auto"
     quantization: Annotated[
         str | None,
-        _doc(
+        doc(
             "fp8: quantise the weights of an unquantised checkpoint to FP8 at load; a method of a quantised checkpoint "
             "(awq, gptq, compressed-tensors, fp8) only checks that it is the checkpoint's; see docs/formats.md"
         ),
     ] = None
     dequantize: Annotated[
-        bool | None, _doc("dequantise a low-bit file to dtype at load; default: only GGUF files on a GPU")
+        bool | None, doc("dequantise a low-bit file to dtype at load; default: only GGUF files on a GPU")
     ] = None
-    revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
-    download_dir: Annotated[str | None, _doc("folder for models of the hub; default: that of huggingface_hub")] = None
+    revision: Annotated[str | None, doc("branch, tag or commit of a hub name")] = None
+    download_dir: Annotated[str | None, doc("folder for models of the hub; default: that of huggingface_hub")] = None
     hf_overrides: Annotated[
-        dict[str, Any] | str | None, _doc("fields that replace those of the model's config.json, as JSON")
+        dict[str, Any] | str | None, doc("fields that replace those of the model's config.json, as JSON")
     ] = None
     generation_config: Annotated[
         str,
-        _doc(
+        doc(
             "source of the sampling defaults: auto (the model's generation_config.json), vllm (none of the model's), "
             "or a folder with that file"
         ),
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | str | None,
-        _doc('fields that replace those of generation_config.json, as JSON: {"temperature": 0.5}'),
+        doc('fields that replace those of generation_config.json, as JSON: {"temperature": 0.5}'),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16", "float16"],
-        _doc("dtype of weights and activations; auto: the checkpoint's, or one that this machine computes fast"),
+        doc("dtype of weights and activations; auto: the checkpoint's, or one that this machine computes fast"),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("device that runs the model")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], doc("device that runs the model")] = "auto"
     max_model_len: Annotated[
         int | Literal["auto"] | None,
-        _doc(
+        doc(
             "maximum tokens of prompt and output together; default: the model's limit; auto or -1: what fits the memory"
         ),
     ] = None
-    max_num_seqs: Annotated[int | None, _doc("maximum requests running at the same time")] = None
+    max_num_seqs: Annotated[int | None, doc("maximum requests running at the same time")] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        _doc("maximum tokens per step; 512 on a CPU, 8192 on a GPU, twice that with 64 GiB and no max_itl"),
+        doc("maximum tokens per step; 512 on a CPU, 8192 on a GPU, twice that with 64 GiB and no max_itl"),
     ] = None
-    max_waiting: Annotated[int, _doc("maximum waiting requests; more are refused")] = 100_000
-    kv_cache_memory: Annotated[int | str | None, _doc("size of the KV cache in bytes, as a number or like 2GiB")] = None
+    max_waiting: Annotated[int, doc("maximum waiting requests; more are refused")] = 100_000
+    kv_cache_memory: Annotated[int | str | None, doc("size of the KV cache in bytes, as a number or like 2GiB")] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
-        _doc("dtype of the KV cache; auto: the model's; fp8: half of bfloat16, with a scale per position and head"),
+        doc("dtype of the KV cache; auto: the model's; fp8: half of bfloat16, with a scale per position and head"),
     ] = "auto"
     kv_offloading_size: Annotated[
         float | None,
-        _doc(
-            "GiB of host memory for KV cache pages that the device has no room for: a second tier of the prefix cache"
-        ),
+        doc("GiB of host memory for KV cache pages that the device has no room for: a second tier of the prefix cache"),
     ] = None
     role: Annotated[
         Literal["prefill", "decode", "both"] | None,
-        _doc(
+        doc(
             "hand-off of KV cache pages: prefill serves pages of prompts to other engines, decode fetches them; "
             "kv_transfer_config has the addresses"
         ),
     ] = None
     kv_transfer_config: Annotated[
         dict[str, Any] | str | None,
-        _doc(
+        doc(
             'hand-off of KV cache pages between engines, as JSON: {"kv_role": "kv_producer", "kv_consumer" or '
             '"kv_both", "kv_ip": HOST, "kv_port": PORT, "kv_peers": ["HOST:PORT"], "kv_buffer_size": BYTES, '
             '"kv_timeout": SECONDS, "kv_connector_extra_config": {"cuda_ipc": true}}; see docs/scale.md'
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float | None, _doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
+        float | None, doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
     ] = None
-    num_pages: Annotated[int | None, _doc("size of the KV cache in pages")] = None
-    page_size: Annotated[int, _doc("positions per page of the KV cache")] = 16
+    num_pages: Annotated[int | None, doc("size of the KV cache in pages")] = None
+    page_size: Annotated[int, doc("positions per page of the KV cache")] = 16
     num_checkpoints: Annotated[
         int | None,
-        _doc(
+        doc(
             "recurrent states kept for prefix caching, for models that have such states; default: a quarter of the "
             "memory of the cache"
         ),
     ] = None
-    enable_prefix_caching: Annotated[bool, _doc("reuse KV cache pages of equal prompt prefixes")] = True
-    enable_chunked_prefill: Annotated[bool, _doc("split long prompts over several steps")] = True
+    enable_prefix_caching: Annotated[bool, doc("reuse KV cache pages of equal prompt prefixes")] = True
+    enable_chunked_prefill: Annotated[bool, doc("split long prompts over several steps")] = True
     depth: Annotated[
-        int | None, _doc("steps launched ahead of the oldest one whose result was not read; 0: synchronous")
+        int | None, doc("steps launched ahead of the oldest one whose result was not read; 0: synchronous")
     ] = None
     max_itl: Annotated[
         float | None,
-        _doc(
+        doc(
             "target inter-token latency in milliseconds: limits the prefill tokens of steps in which others decode; "
             "0: no limit. Default: 50 on a GPU, no limit for LLM"
         ),
     ] = None
     cpu_offload_gb: Annotated[
-        float, _doc("GiB of a GPU's memory to save by weights in host memory, which every step copies to the GPU")
+        float, doc("GiB of a GPU's memory to save by weights in host memory, which every step copies to the GPU")
     ] = 0
-    enforce_eager: Annotated[bool, _doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
+    enforce_eager: Annotated[bool, doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
     enable_sleep_mode: Annotated[
-        bool, _doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")
+        bool, doc("allow sleep and wake_up, which release the device memory of weights and KV cache and take it back")
     ] = False
     enable_prompt_embeds: Annotated[
-        bool, _doc("accept prompt_embeds, the embeddings of a prompt's tokens, in place of a text or token ids")
+        bool, doc("accept prompt_embeds, the embeddings of a prompt's tokens, in place of a text or token ids")
     ] = False
     deterministic: Annotated[
         bool,
-        _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
+        doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
     ] = False
     speculative_config: Annotated[
         dict[str, Any] | str | None,
-        _doc(
+        doc(
             'speculative decoding, as JSON: {"method": "ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3" or '
             '"dflash", "model": FOLDER of the last four, "num_speculative_tokens": K, "prompt_lookup_max": N, '
             '"prompt_lookup_min": N}; tokens do not change'
         ),
     ] = None
     drafts: Annotated[
-        str | None, _doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
+        str | None, doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
     ] = None
     tensor_parallel_size: Annotated[
         int,
-        _doc("processes that share one model, each with a part of its heads and MLPs, and a GPU; see docs/scale.md"),
+        doc("processes that share one model, each with a part of its heads and MLPs, and a GPU; see docs/scale.md"),
     ] = 1
     data_parallel_size: Annotated[
         int,
-        _doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
+        doc("replicas of the whole engine, each with its own GPU or share of the CPU threads; see docs/scale.md"),
     ] = 1
     distributed_executor_backend: Annotated[
         Literal["uni", "mp", "ray"] | None,
-        _doc(
+        doc(
             "what starts ranks and replicas: ray places them on the nodes of a Ray cluster (needs slipstream[ray]); "
             "uni, mp and None start processes of this machine as needed"
         ),
     ] = None
     enable_expert_parallel: Annotated[
         bool,
-        _doc(
+        doc(
             "divide the experts of a model among the engines of data_parallel_size, or whole experts among the ranks "
             "of tensor_parallel_size; see docs/scale.md"
         ),
     ] = False
-    seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
+    seed: Annotated[int, doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[
         int | None,
-        _doc(
+        doc(
             "CPU threads of the model; default: the physical cores that this process may use; engines that "
             "run on the same cores divide them"
         ),
     ] = None
     reasoning_config: Annotated[
         dict[str, Any] | str | None,
-        _doc(
+        doc(
             'how the model marks its reasoning, for thinking_token_budget: {"reasoning_start_str": "<think>", '
             '"reasoning_end_str": "</think>"}; default: by the chat template'
         ),
     ] = None
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
-        _doc(
+        doc(
             "values of logprobs of generated tokens: log-softmax or logits, of the model (raw) or after penalties, "
             "masks, temperature and truncation (processed); prompt logprobs are always raw_logprobs"
         ),
     ] = "raw_logprobs"
     logits_processors: Annotated[
         list[Any] | None,
-        _doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),
+        doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),
     ] = None
-    enable_lora: Annotated[bool, _doc("take requests with LoRA adapters")] = False
-    max_loras: Annotated[int | None, _doc("maximum number of distinct adapters in one step; default 1")] = None
-    max_lora_rank: Annotated[int | None, _doc("maximum rank of adapters, up to 256; default 16")] = None
-    max_cpu_loras: Annotated[int | None, _doc("maximum number of adapters in host memory; default: max_loras")] = None
+    enable_lora: Annotated[bool, doc("take requests with LoRA adapters")] = False
+    max_loras: Annotated[int | None, doc("maximum number of distinct adapters in one step; default 1")] = None
+    max_lora_rank: Annotated[int | None, doc("maximum rank of adapters, up to 256; default 16")] = None
+    max_cpu_loras: Annotated[int | None, doc("maximum number of adapters in host memory; default: max_loras")] = None
     lora_modules: Annotated[
-        list[str] | None, _doc("adapters that requests name as their model, as name=folder; repeatable")
+        list[str] | None, doc("adapters that requests name as their model, as name=folder; repeatable")
     ] = None
     record_steps: Annotated[
-        int, _doc("last steps that the flight recorder keeps in memory, for slipstream replay; 0: none")
+        int, doc("last steps that the flight recorder keeps in memory, for slipstream replay; 0: none")
     ] = 256
     record_dir: Annotated[
-        str | None, _doc("folder for recordings of failed engines; default: a folder of this user for temporary files")
+        str | None, doc("folder for recordings of failed engines; default: a folder of this user for temporary files")
     ] = None
-    record_redact: Annotated[bool, _doc("leave token ids and texts out of the recordings in record_dir")] = False
+    record_redact: Annotated[bool, doc("leave token ids and texts out of the recordings in record_dir")] = False
     record_every_mb: Annotated[
-        int, _doc("also write the last steps to a file each time this many MB were recorded; 0: only after a failure")
+        int, doc("also write the last steps to a file each time this many MB were recorded; 0: only after a failure")
     ] = 0
-    served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
+    served_model_name: Annotated[str | None, doc("name of the model in requests and responses")] = None
 
 
 def make_options(**given: Any) -> Options:

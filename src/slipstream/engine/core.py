@@ -9,16 +9,7 @@ from slipstream.base.errors import EngineDead, SlipstreamError
 from slipstream.config.config import EngineConfig
 from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.contracts.request import Request
-from slipstream.contracts.step import (
-    Background,
-    DrawEdits,
-    Executor,
-    Handle,
-    Peers,
-    StepPlan,
-    TierCopier,
-    WeightUpdate,
-)
+from slipstream.contracts.step import Background, DrawEdits, Executor, Handle, Peers, StepPlan, TierCopier, WeightUpdate
 from slipstream.engine.pacing import Pacer
 from slipstream.handoff.client import Handoff
 from slipstream.params.pooling import PoolingParams

@@ -12,14 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from slipstream.base.errors import (
-    EngineAsleep,
-    EngineDead,
-    InvalidOption,
-    InvalidParams,
-    ModelNotFound,
-    UserError,
-)
+from slipstream.base.errors import EngineAsleep, EngineDead, InvalidOption, InvalidParams, ModelNotFound, UserError
 from slipstream.contracts.messages import Abort, Output, Submit
 from slipstream.contracts.step import WeightUpdate
 from slipstream.engine.core import EngineCore

@@ -10,9 +10,10 @@ import difflib
 import json
 import re
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any
+from typing import Annotated, Any
 
 from slipstream.base.errors import InvalidPrompt
+from slipstream.base.typed import InnerFields, Mismatch, convert, wanted
 from slipstream.params.values import is_deep_json
 
 IS_TEXT = b"="  # begins an answer of the process that runs templates, if it is a text: the others are JSON objects
@@ -21,6 +22,27 @@ _TOOL_FIELDS = ("tool_call_id", "name")  # of a tool message: name the call, whi
 
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of one field of the assistant's messages
+
+
+class TextPart(InnerFields, tag="text"):
+    text: str
+
+
+Part = Annotated[TextPart, wanted("an object of type text: models read text only")]
+"""A part of a message's content. Another kind that models read is a further member of it: `Annotated[TextPart | ...,
+untagged("text")]`."""
+Content = str | list[str | Part]
+
+
+def read_content(given: Any, path: str) -> str | list[Part] | None:
+    """The content of a message, checked: a text, or parts, where a string is a text. `path`: its place, for errors."""
+    if given is None or isinstance(given, str):
+        return given
+    try:
+        parts = convert(Content, given, path)
+    except Mismatch as error:
+        raise InvalidPrompt(str(error), param=error.path, code=error.code) from None
+    return [TextPart(part) if isinstance(part, str) else part for part in parts]
 
 
 class NotedMessage(dict[str, Any]):

@@ -22,6 +22,7 @@ from slipstream.text.chat_fields import (
     Parts,
     check_tool_calls,
     knows_calls,
+    read_content,
     with_calls_as_text,
     with_object_arguments,
     with_reasoning,
@@ -136,25 +137,16 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
     if content is None and not calls:
         raise InvalidPrompt(f"message {index} has no content; give a string or a list of text parts")
     if "content" in message:  # else it is undefined in the template
-        checked["content"] = _content(content, index)
+        checked["content"] = _content(content, f"messages[{index}].content")
     return checked
 
 
-def _content(content: Any, index: int) -> str | Parts | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        kind = type(content).__name__
-        raise InvalidPrompt(f"message {index} has content of type {kind}; give a string or a list of text parts")
-    texts = []
-    for part in content:
-        if isinstance(part, Mapping) and (extra := [name for name in part if name not in ("type", "text")]):
-            raise InvalidPrompt(f"message {index} has a part with the field {extra[0]!r}; a text has type and text")
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise InvalidPrompt(f'message {index} has the part {part!r}; give {{"type": "text", "text": ...}}')
-        texts.append(text)
-    # a single part is passed as its text, because not all templates take lists
+def _content(given: Any, path: str) -> str | Parts | None:
+    """The content as templates take it: a single part is its text, because not all templates take lists."""
+    parts = read_content(given, path)
+    if not isinstance(parts, list):
+        return parts
+    texts = [part.text for part in parts]
     return "".join(texts) if len(texts) < 2 else Parts({"type": "text", "text": text} for text in texts)
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.base.errors import InvalidPrompt
-from slipstream.base.typed import Fields
+from slipstream.base.typed import Fields, doc
 from slipstream.front.served import POOLING_TASKS, ServedModel
-from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, text_messages
+from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, read_messages
 from slipstream.serve.http.pooling.run import size_of
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
 from slipstream.serve.http.server.errors import as_http_error, bad_request
@@ -30,8 +30,8 @@ class TokenizeRequest(Fields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     allow_control_tokens: AllowControlTokens = None
-    inputs: Annotated[str | list[str] | None, msgspec.Meta(description="TEI: one text or a list")] = None
-    prompt_name: Annotated[str | None, msgspec.Meta(description="TEI: one of the model's prompts")] = None
+    inputs: Annotated[str | list[str] | None, doc("TEI: one text or a list")] = None
+    prompt_name: Annotated[str | None, doc("TEI: one of the model's prompts")] = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -62,14 +62,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     tokenizer = _tokenizer(served)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt" if body.prompt is None else "messages")
+    messages: list[dict[str, Any]] = []
     if body.prompt is not None:
         request.set_input_field("prompt")
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise bad_request(f"{name} needs messages; give messages, or remove it", name)
     else:
-        text_messages(request, body.messages or [], tokenizer)
-    size = len(body.prompt) if body.prompt is not None else prompt_chars(body.messages, body.chat_template_kwargs)
+        messages = read_messages(request, body.messages or [], tokenizer)
+    size = len(body.prompt) if body.prompt is not None else prompt_chars(messages, body.chat_template_kwargs)
     check_chars(size, "messages" if body.prompt is None else "prompt")
 
     def tokenise() -> list[int]:
@@ -77,7 +78,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         continues = bool(body.continue_final_message)
         text = served.inputs.render_messages(
-            body.messages or [],
+            messages,
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             chat_template_kwargs=body.chat_template_kwargs,
@@ -246,7 +247,7 @@ def _tokens(text: str, encoding: Any) -> list[SimpleToken]:
 
 class DecodeRequest(Fields, kw_only=True):
     model: str | None = None
-    ids: Annotated[list[int | list[int]], msgspec.Meta(description="token ids: one list or several")]
+    ids: Annotated[list[int | list[int]], doc("token ids: one list or several")]
     skip_special_tokens: bool = True
 
 

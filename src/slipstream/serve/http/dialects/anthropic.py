@@ -3,280 +3,129 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.base.typed import Fields, unsupported
+from slipstream.base.typed import Fields, InnerFields, doc, unsupported, wanted
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.serve.http.admin.tokenize import check_chars
-from slipstream.serve.http.generation.chat_run import (
-    AnswerBlocks,
-    Block,
-    BlockDelta,
-    BlockEvent,
-    BlockStart,
-    ChatRun,
-    blocks_of,
-    start_chat,
-)
-from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
+from slipstream.serve.http.generation.chat_run import Block, BlockDelta, BlockEvent, BlockStart, ChatRun, Ended, respond
+from slipstream.serve.http.generation.conversation import ChatConversation, read_messages
 from slipstream.serve.http.generation.dialect import (
+    Call,
     assistant_message,
     call_arguments,
     chat_params,
     json_shape,
     think_variables,
-    thinking_budget,
+    thinking_switch,
 )
-from slipstream.serve.http.generation.fields import Label, check_fields
-from slipstream.serve.http.generation.tools import Tools
+from slipstream.serve.http.generation.fields import Label, NoFields, NumTokens
+from slipstream.serve.http.generation.tools import CallChoice, FunctionName, Mode, Tools
 from slipstream.serve.http.server.error_formats import ANTHROPIC_EVENTS
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import Response, StreamingResponse, json_response, named_event
 
-# Converts Anthropic's messages, system prompt and tools to a ChatConversation.
-
-_CACHE = "cache_control"  # prompts are cached without it
+# The request.
 
 
-def messages_conversation(request: Request, body: CountTokensRequest) -> ChatConversation:
-    """Checks the request."""
-    served = request.choose_model(body.model, "generate")
-    messages = [*_system(body.system), *_messages(served, body.messages)]
-    checked = text_messages(request, messages, served.tokenizer)
-    effort, shape = _output_config(body.output_config, body.output_format)
-    variables, budget = _thinking(served, body.thinking)
-    if effort is not None:
-        variables |= think_variables(served, effort, "output_config")
-    last = messages[-1] if body.messages else {}
-    params, limit = SamplingParams(), None
-    if isinstance(body, MessagesRequest):
-        limit = body.max_tokens
-        given = {
-            "temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "stop": body.stop_sequences,
-            "response_format": shape, **budget,
-        }  # fmt: skip
-        names = {"stop": "stop_sequences", "response_format": "output_config", "thinking_token_budget": "thinking"}
-        params = chat_params(request, served, given, limit, names)
-    return ChatConversation(
-        model=served,
-        messages=checked,
-        params=params,
-        max_tokens=limit,
-        tools=_tools(request, body),
-        chat_template_kwargs=variables,
-        continue_final_message=last.get("role") == "assistant" and not last.get("tool_calls"),
-    )
+class CacheControl(InnerFields, kw_only=True):
+    """Prompts are cached without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Label = None
 
 
-def _system(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    if not given:
-        return []
-    text = given if isinstance(given, str) else _texts(given, "system")
-    return [{"role": "system", "content": text}]
+class _Block(InnerFields, kw_only=True):
+    cache_control: CacheControl | None = None
+    citations: Annotated[Any, unsupported("answers have none; remove it", [])] = None
+    caller: Annotated[Any, unsupported("the server runs no programs; remove it", {"type": "direct"})] = None
 
 
-def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for index, message in enumerate(given):
-        name = f"messages[{index}]"
-        check_fields(message, name, ("role", "content"))
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise bad_request(f"{name}.role is {role!r:.50}; give user or assistant", f"{name}.role")
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif not isinstance(content, list):
-            raise bad_request(f"{name}.content is missing; give a text or a list of blocks", f"{name}.content")
-        elif role == "assistant":
-            messages.append(_assistant(served, content, f"{name}.content"))
-        else:
-            messages += _user(role, content, f"{name}.content")
-    return messages
+class TextBlock(_Block, kw_only=True, tag="text"):
+    text: str
 
 
-def _assistant(served: ServedModel, content: list[Any], name: str) -> dict[str, Any]:
-    text, reasoning, calls = "", "", []
-    for index, block in enumerate(content):
-        path = f"{name}[{index}]"
-        kind = _kind(block, path, ("text", "thinking", "tool_use"))
-        if kind == "text":
-            text += _string(block, "text", path)
-        elif kind == "thinking":
-            reasoning += _string(block, "thinking", path)
-        else:
-            if not isinstance(given := block.get("input") or {}, dict):
-                raise bad_request(f"{path}.input is no object; give the arguments", f"{path}.input")
-            arguments = json.dumps(given, ensure_ascii=False)
-            calls.append((_string(block, "id", path), _string(block, "name", path), arguments))
-    return assistant_message(served, text, reasoning, calls)
+class ThinkingBlock(_Block, kw_only=True, tag="thinking"):
+    thinking: str
+    signature: Label = None  # ours are empty: there is nothing to verify
 
 
-def _user(role: str, content: list[Any], name: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the text."""
-    found: list[dict[str, Any]] = []
-    texts = []
-    for index, block in enumerate(content):
-        path = f"{name}[{index}]"
-        if _kind(block, path, ("text", "tool_result")) == "text":
-            texts.append(_string(block, "text", path))
-            continue
-        inner = block.get("content") or ""
-        text = inner if isinstance(inner, str) else _texts(inner, f"{path}.content")
-        if block.get("is_error"):
-            text = f"Error: {text}"
-        found.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", path), "content": text})
-    if texts or not found:
-        found.append({"role": role, "content": "\n".join(texts)})
-    return found
+class ToolUseBlock(_Block, kw_only=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] | NoFields | None = None
 
 
-_FIELDS = {
-    "text": ("text",),
-    "thinking": ("thinking", "signature"),  # ours are empty: there is nothing to verify
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id", "content", "is_error"),
-}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"citations": ([],), "caller": ({"type": "direct"},)}
+class ToolResultBlock(_Block, kw_only=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
 
 
-def _kind(block: Any, path: str, known: tuple[str, ...]) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str) or kind not in known:
-        fact = f"{path} is a block of type {kind!r:.50}, which is not supported here"
-        raise bad_request(f"{fact}; give {', '.join(known)}", path, "unsupported_content")
-    check_fields(block, path, ("type", _CACHE, *_FIELDS[kind]), _NEUTRAL)
-    _check_cache(block, path)
-    return kind
+class UserMessage(InnerFields, tag_field="role", tag="user"):
+    content: str | list[TextBlock | ToolResultBlock]
 
 
-def _check_cache(given: Mapping[str, Any], path: str) -> None:
-    """Prompts are cached without cache_control, so only its form is checked."""
-    if (cache := given.get(_CACHE)) is not None:
-        name = f"{path}.{_CACHE}"
-        if not isinstance(cache, dict) or cache.get("type") != "ephemeral":
-            raise bad_request(f"{name} is {cache!r:.100}; give type ephemeral", name)
-        check_fields(cache, name, ("type", "ttl"))
+class SystemMessage(UserMessage, tag="system"):
+    pass
 
 
-def _texts(blocks: Any, name: str) -> str:
-    if not isinstance(blocks, list):
-        raise bad_request(f"{name} must be a text or a list of text blocks", name)
-    texts = []
-    for index, block in enumerate(blocks):
-        _kind(block, f"{name}[{index}]", ("text",))
-        texts.append(_string(block, "text", f"{name}[{index}]"))
-    return "\n".join(texts)
+class AssistantMessage(InnerFields, tag_field="role", tag="assistant"):
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
 
 
-def _string(block: Mapping[str, Any], field: str, path: str) -> str:
-    if not isinstance(value := block.get(field), str):
-        raise bad_request(f"{path}.{field} is missing or no text; give a string", f"{path}.{field}")
-    return value
+class AnthropicTool(InnerFields, kw_only=True):
+    name: FunctionName
+    type: Annotated[Literal["custom"] | None, wanted("custom: the server runs no tools of its own")] = None
+    description: str | None = None
+    input_schema: dict[str, Any] | NoFields | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    cache_control: CacheControl | None = None
+    defer_loading: Annotated[Any, unsupported("all tools are in the prompt; remove it", False)] = None
+    allowed_callers: Annotated[Any, unsupported("the server runs no programs; remove it", ["direct"])] = None
+    input_examples: Annotated[Any, unsupported("put them into the description", [])] = None
 
 
-_TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict", "eager_input_streaming")
-_NEUTRAL_TOOL = {
-    "defer_loading": (False,),
-    "allowed_callers": (["direct"],),
-    "input_examples": ([],),
-}
+class AnthropicChoice(InnerFields, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, doc("of the tool, with type tool")] = None
+    disable_parallel_tool_use: bool | None = None
 
 
-def _tools(request: Request, body: CountTokensRequest) -> Tools:
-    request.check_count(len(body.tools or ()), "tools")
-    tools = []
-    for index, tool in enumerate(body.tools or ()):
-        name = f"tools[{index}]"
-        if (kind := tool.get("type")) not in (None, "custom"):
-            raise bad_request(f"{name} is of type {kind!r:.50}; give functions with an input_schema", f"{name}.type")
-        check_fields(tool, name, _TOOL_FIELDS, _NEUTRAL_TOOL)
-        _check_cache(tool, name)
-        if (eager := tool.get("eager_input_streaming")) not in (None, True, False):
-            fact = f"{name}.eager_input_streaming is {eager!r:.50}"
-            raise bad_request(f"{fact}; give true or false", f"{name}.eager_input_streaming")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
-        function |= {field: tool[field] for field in ("description", "strict") if tool.get(field) is not None}
-        tools.append({"type": "function", "function": function})
-    choice, parallel = _tool_choice(body.tool_choice)
-    return Tools.check(tools, choice, parallel, schema="input_schema")
+class ThinkingConfig(InnerFields, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[NumTokens | None, doc("with type enabled")] = None
+    display: Annotated[Any, unsupported("thinking is returned whole; remove it", "summarized")] = None
 
 
-def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
-    if given is None:
-        return None, None
-    known = {"auto": "auto", "any": "required", "none": "none", "tool": None}
-    kind = given.get("type")
-    if not isinstance(kind, str) or kind not in known:
-        fact = f"tool_choice is {given!r:.100}"
-        raise bad_request(f"{fact}; give type auto, any, tool (with name) or none", "tool_choice")
-    names = ("type", "name") if kind == "tool" else ("type",)
-    check_fields(given, "tool_choice", (*names, "disable_parallel_tool_use"))
-    choice: Any = known[kind] or {"type": "function", "function": {"name": given.get("name")}}
-    return choice, False if given.get("disable_parallel_tool_use") else None
+class OutputFormat(InnerFields, tag="json_schema"):
+    schema: dict[str, Any]
 
 
-_THINKING = ("enabled", "disabled", "adaptive")
-
-
-def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Variables of the chat template, and the parameters of a budget."""
-    if given is None:
-        return {}, {}
-    kind, budget = given.get("type"), given.get("budget_tokens")
-    if kind not in _THINKING:
-        raise bad_request(f"thinking is {given!r:.100}; give type enabled, disabled or adaptive", "thinking")
-    check_fields(given, "thinking", ("type", "budget_tokens", "display"))
-    if given.get("display") not in (None, "summarized"):
-        raise bad_request("thinking.display is not supported: thinking is returned whole; remove it", "thinking")
-    if budget is not None and kind != "enabled":
-        raise bad_request(f"thinking.budget_tokens needs type enabled, and it is {kind}; remove one", "thinking")
-    return think_variables(served, kind != "disabled", "thinking"), thinking_budget(budget, "thinking")
-
-
-def _output_config(
-    config: dict[str, Any] | None, older: dict[str, Any] | None
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Returns the effort and OpenAI's `response_format`."""
-    given = {name: value for name, value in (config or {}).items() if value is not None}
-    check_fields(given, "output_config", ("format", "effort"))
-    form, effort = given.get("format", older), given.get("effort")
-    if not isinstance(effort, str | None):
-        raise bad_request(f"output_config is {given!r:.100}; give effort and format", "output_config")
-    if older not in (None, form):
-        raise bad_request("output_format and output_config.format differ; remove one of them", "output_format")
-    if form is None:
-        return effort, None
-    schema = form.get("schema") if isinstance(form, dict) else None
-    if not isinstance(form, dict) or not isinstance(schema, dict) or form.get("type") != "json_schema":
-        name = "output_config" if older is None else "output_format"
-        raise bad_request(f"{name} has no schema; give a format of type json_schema with a schema", name)
-    check_fields(form, "output_format" if config is None else "output_config.format", ("type", "schema"))
-    return effort, json_shape(schema)
-
-
-# The bodies of Anthropic's POST /v1/messages.
-
-
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
+class OutputConfig(InnerFields):
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountTokensRequest(Fields, kw_only=True):
     """The fields that form the prompt."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], _doc("the last may be the assistant's: its text is continued")]
-    system: Annotated[str | list[dict[str, Any]] | None, _doc("the system message")] = None
-    tools: Annotated[list[dict[str, Any]] | None, _doc("functions that the model can call")] = None
-    tool_choice: Annotated[dict[str, Any] | None, _doc("type is auto, any, tool or none")] = None
-    thinking: Annotated[dict[str, Any] | None, _doc("type is enabled, disabled or adaptive")] = None
-    output_config: Annotated[dict[str, Any] | None, _doc("effort; format with a JSON schema")] = None
-    output_format: Annotated[dict[str, Any] | None, _doc("older name of output_config.format")] = None
+    messages: Annotated[
+        list[UserMessage | AssistantMessage | SystemMessage],
+        doc("the last may be the assistant's: its text is continued"),
+    ]
+    system: Annotated[str | list[TextBlock] | None, doc("the system message")] = None
+    tools: Annotated[list[AnthropicTool] | None, doc("functions that the model can call")] = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat | None, doc("older name of output_config.format")] = None
     cache_control: Label = None
     user_profile_id: Label = None
     workspace_id: Label = None
@@ -297,6 +146,96 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     container: Annotated[Any, unsupported("the server runs no code")] = None
     diagnostics: Annotated[Any, unsupported("see /metrics and the server's log", {})] = None
     inference_geo: Annotated[Any, unsupported("there is one region", "global")] = None
+
+
+# Converts a request to a conversation.
+
+
+def messages_conversation(request: Request, body: CountTokensRequest) -> ChatConversation:
+    """Checks what no type says."""
+    served = request.choose_model(body.model, "generate")
+    system = [] if not body.system else [{"role": "system", "content": _text(body.system)}]
+    messages = [*system, *(message for given in body.messages for message in _messages(served, given))]
+    checked = read_messages(request, messages, served.tokenizer)
+    config = body.output_config or OutputConfig()
+    form = config.format or body.output_format
+    if body.output_format not in (None, form):
+        raise bad_request("output_format and output_config.format differ; remove one of them", "output_format")
+    variables, budget = {}, None
+    if body.thinking is not None:
+        budget = body.thinking.budget_tokens
+        variables = thinking_switch(served, body.thinking.type, budget, "budget_tokens")
+    if config.effort is not None:
+        variables |= think_variables(served, config.effort, "output_config")
+    params, limit = SamplingParams(), None
+    if isinstance(body, MessagesRequest):
+        limit = body.max_tokens
+        given = {
+            "temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p, "stop": body.stop_sequences,
+            "response_format": None if form is None else json_shape(form.schema), "thinking_token_budget": budget,
+        }  # fmt: skip
+        names = {"stop": "stop_sequences", "response_format": "output_config", "thinking_token_budget": "thinking"}
+        params = chat_params(request, served, given, limit, names)
+    last = messages[-1] if body.messages else {}
+    request.check_count(len(body.tools or ()), "tools")
+    return ChatConversation(
+        model=served,
+        messages=checked,
+        params=params,
+        max_tokens=limit,
+        tools=_tools(body),
+        chat_template_kwargs=variables,
+        continue_final_message=last.get("role") == "assistant" and not last.get("tool_calls"),
+    )
+
+
+def _messages(served: ServedModel, given: UserMessage | AssistantMessage) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the text."""
+    role, content = given.__struct_config__.tag, given.content
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    text, reasoning = "", ""
+    texts, calls, results = list[str](), list[Call](), list[dict[str, Any]]()
+    for block in content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                reasoning += block.thinking
+            case ToolUseBlock():
+                calls.append((block.id, block.name, json.dumps(block.input or {}, ensure_ascii=False)))
+            case ToolResultBlock():
+                text = "Error: " * bool(block.is_error) + _text(block.content or "")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    if isinstance(given, AssistantMessage):
+        return [assistant_message(served, "".join(texts), reasoning, calls)]
+    return [*results, *([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])]
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join([block.text for block in content])
+
+
+_MODES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+
+
+def _tools(body: CountTokensRequest) -> Tools:
+    functions = []
+    for tool in body.tools or ():
+        own = {"name": tool.name, "parameters": tool.input_schema or {}}
+        more = {"description": tool.description, "strict": tool.strict}
+        functions.append(own | {name: value for name, value in more.items() if value is not None})
+    given, choice = body.tool_choice, CallChoice()
+    if given is not None:
+        if (given.name is None) == (given.type == "tool"):
+            fact = f"tool_choice is of type {given.type} and has {'no' if given.name is None else 'a'} name"
+            raise bad_request(f"{fact}; give a name with type tool, and with no other", "tool_choice.name")
+        choice = CallChoice(_MODES[given.type], given.name)
+    serial = given is not None and given.disable_parallel_tool_use
+    return Tools.of(functions, choice, False if serial else None, path="", schema="input_schema")
+
+
+# The answer, whole or as the events of a stream.
 
 
 class ContentBlock(msgspec.Struct, omit_defaults=True):
@@ -333,76 +272,42 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-async def create_message(request: Request, body: MessagesRequest) -> Response | StreamingResponse:
-    conversation = messages_conversation(request, body)
-    run = await start_chat(request, conversation, stream=bool(body.stream))
-    answer = _Answer(request, conversation.model.description.name, _streamed(conversation.tools, body.tools))
-    if body.stream:
-        return StreamingResponse(answer.events(run), ANTHROPIC_EVENTS)
-    with run:
-        (found,) = await run.answers()
-        message = answer.message(run, [_content(block) for block in blocks_of(found)])
-        calls = bool(found.calls)
-        message.stop_reason, message.stop_sequence = _stop(found.finish_reason, found.sample.stop_reason, calls)
-        return json_response(message)
+class _Writer:
+    format = ANTHROPIC_EVENTS
 
+    def __init__(self, request: Request, conversation: ChatConversation, tools: list[AnthropicTool] | None) -> None:
+        self._id = f"msg_{request.id}"
+        self._model = conversation.model.description.name
+        self._streamed = _streamed(conversation.tools, tools)
 
-async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
-    conversation = messages_conversation(request, body)
-    tokenizer = conversation.model.tokenizer
-    size = conversation.num_chars
-    check_chars(size, "messages")
-
-    def count() -> int:
-        text = conversation.render()
-        assert tokenizer is not None, "a chat template needs a tokenizer"
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    return json_response(TokenCount(await request.state.off_loop(size, count)))
-
-
-def _streamed(tools: Tools, given: list[dict[str, Any]] | None) -> frozenset[str]:
-    """The tools whose input is streamed as the model writes it: a grammar makes it JSON, or the request asks for it.
-    Others are sent when they are whole, since the client fails at the first piece that continues no JSON."""
-    if tools.are_forced:
-        return frozenset(tool["function"]["name"] for tool in tools.listed)
-    return frozenset([*tools.strict, *(tool["name"] for tool in given or () if tool.get("eager_input_streaming"))])
-
-
-class _Answer:
-    def __init__(self, request: Request, model: str, streamed: frozenset[str]) -> None:
-        self.id = f"msg_{request.id}"
-        self.model = model
-        self.streamed = streamed
-
-    def message(self, run: ChatRun, content: list[ContentBlock]) -> MessagesResponse:
+    def _message(self, run: ChatRun, content: list[ContentBlock]) -> MessagesResponse:
         state = run.state
         num_prompt = len(state.message.prompt_token_ids)
         usage = MessagesUsage(num_prompt - state.num_cached, state.num_tokens, state.num_cached)
-        return MessagesResponse(self.id, "message", "assistant", self.model, content, None, None, usage)
+        return MessagesResponse(self._id, "message", "assistant", self._model, content, None, None, usage)
 
-    async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
-        blocks, has_begun = AnswerBlocks(), False
-        with run:
-            async for parts in run:
-                chunks = []
-                for part in parts:
-                    if not has_begun:
-                        has_begun = True
-                        begin = self.message(run, [])
-                        begin.usage.output_tokens = 0
-                        chunks.append(_event("message_start", message=begin))
-                    events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                    chunks += [self.block_event(each) for each in events]
-                    if part.finish_reason is not None:
-                        calls = any(block.kind == "call" for block in blocks.all)
-                        chunks += self.end(run, _stop(part.finish_reason, part.new.stop_reason, calls))
-                if chunks:
-                    yield b"".join(chunks)
+    async def whole(self, ended: Ended) -> MessagesResponse:
+        message = self._message(ended.run, [_content(block) for block in ended.blocks])
+        message.stop_reason, message.stop_sequence = _stop(ended)
+        return message
 
-    def block_event(self, event: BlockEvent) -> bytes:
+    def begin(self, run: ChatRun) -> bytes:
+        begun = self._message(run, [])
+        begun.usage.output_tokens = 0
+        return _event("message_start", message=begun)
+
+    def events(self, found: list[BlockEvent]) -> bytes:
+        return b"".join(map(self._of_block, found))
+
+    async def end(self, ended: Ended) -> bytes:
+        stop_reason, stop_sequence = _stop(ended)
+        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        usage = self._message(ended.run, []).usage
+        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+
+    def _of_block(self, event: BlockEvent) -> bytes:
         block, index = event.block, event.block.index
-        is_whole = block.kind == "call" and block.name not in self.streamed
+        is_whole = block.kind == "call" and block.name not in self._streamed
         if isinstance(event, BlockStart):
             empty = Block(block.kind, index, "", block.name, block.id)
             return _event("content_block_start", index=index, content_block=_content(empty))
@@ -413,11 +318,13 @@ class _Answer:
             return ended
         return _delta(block, msgspec.json.encode(_content(block).input).decode()) + ended
 
-    def end(self, run: ChatRun, stop: tuple[str | None, str | None]) -> list[bytes]:
-        stop_reason, stop_sequence = stop
-        usage = self.message(run, []).usage
-        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
+
+def _streamed(tools: Tools, given: list[AnthropicTool] | None) -> frozenset[str]:
+    """The tools whose input is streamed as the model writes it: a grammar makes it JSON, or the request asks for it.
+    Others are sent when they are whole, since the client fails at the first piece that continues no JSON."""
+    if tools.are_forced:
+        return frozenset(tool["function"]["name"] for tool in tools.listed)
+    return frozenset([*tools.strict, *(tool.name for tool in given or () if tool.eager_input_streaming)])
 
 
 def _content(block: Block) -> ContentBlock:
@@ -447,13 +354,33 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _stop(reason: str | None, stopped_by: int | str | None, calls: bool) -> tuple[str | None, str | None]:
+def _stop(ended: Ended) -> tuple[str | None, str | None]:
     """The reason and the stop sequence. An answer with calls ends for them, demanded ones too."""
-    if calls and reason == "stop":
+    reason = ended.reason
+    if reason == "stop" and any(block.kind == "call" for block in ended.blocks):
         return "tool_use", None
-    if reason == "stop" and isinstance(stopped_by, str):
-        return "stop_sequence", stopped_by
+    if reason == "stop" and isinstance(ended.stopped_by, str):
+        return "stop_sequence", ended.stopped_by
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(reason or "", reason), None
+
+
+async def create_message(request: Request, body: MessagesRequest) -> Response | StreamingResponse:
+    conversation = messages_conversation(request, body)
+    return await respond(request, conversation, _Writer(request, conversation, body.tools), stream=bool(body.stream))
+
+
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+    conversation = messages_conversation(request, body)
+    tokenizer = conversation.model.tokenizer
+    size = conversation.num_chars
+    check_chars(size, "messages")
+
+    def count() -> int:
+        text = conversation.render()
+        assert tokenizer is not None, "a chat template needs a tokenizer"
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return json_response(TokenCount(await request.state.off_loop(size, count)))
 
 
 ROUTES = [

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.base.typed import Fields
+from slipstream.base.typed import Fields, doc
 from slipstream.serve.http.server.access import given_key
 from slipstream.serve.http.server.batch_lines import ENDPOINTS
 from slipstream.serve.http.server.batch_store import (
@@ -34,11 +34,9 @@ _MAX_METADATA = (16, 64, 512)  # entries, characters of a key, of a value
 class BatchRequest(Fields, kw_only=True):
     input_file_id: str
     endpoint: Annotated[str, msgspec.Meta(description=f"the url of all lines: {', '.join(ENDPOINTS)}")]
-    completion_window: Annotated[str, msgspec.Meta(description="24h: lines without a result then fail")]
+    completion_window: Annotated[str, doc("24h: lines without a result then fail")]
     metadata: dict[str, str] | None = None
-    output_expires_after: Annotated[
-        ExpiresAfter | None, msgspec.Meta(description="anchor created_at, and seconds; default 30 days")
-    ] = None
+    output_expires_after: Annotated[ExpiresAfter | None, doc("anchor created_at, and seconds; default 30 days")] = None
 
 
 async def create_batch(request: Request, body: BatchRequest) -> Response:
@@ -142,11 +140,9 @@ class FileForm(msgspec.Struct):
     """The fields of an upload."""
 
     file: Annotated[bytes, msgspec.Meta(extra_json_schema={"type": "string", "format": "binary"})]
-    purpose: Annotated[str, msgspec.Meta(description="batch")]
-    anchor: Annotated[str, msgspec.Meta(description="created_at")] = msgspec.field(
-        default="created_at", name="expires_after[anchor]"
-    )
-    seconds: Annotated[int, msgspec.Meta(description="3600 to 2592000, the default")] = msgspec.field(
+    purpose: Annotated[str, doc("batch")]
+    anchor: Annotated[str, doc("created_at")] = msgspec.field(default="created_at", name="expires_after[anchor]")
+    seconds: Annotated[int, doc("3600 to 2592000, the default")] = msgspec.field(
         default=KEEP_SECONDS, name="expires_after[seconds]"
     )
 

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from slipstream.base.typed import Fields, unsupported
+from slipstream.base.typed import Fields, InnerFields, doc, unsupported
 from slipstream.front.pooling_calls import encode
 from slipstream.front.served import ServedModel
 from slipstream.params.pooling import PoolingParams
 from slipstream.serve.http.generation.chat_run import (
-    AnswerBlocks,
     Block,
     BlockDelta,
     BlockEvent,
     BlockStart,
     ChatRun,
-    blocks_of,
-    start_chat,
+    Ended,
+    respond,
+    text_of,
 )
-from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
+from slipstream.serve.http.generation.conversation import ChatConversation, read_messages
 from slipstream.serve.http.generation.dialect import (
     assistant_message,
     chat_params,
+    check_own_fields,
     json_shape,
-    think_variables,
-    thinking_budget,
+    thinking_switch,
 )
-from slipstream.serve.http.generation.fields import check_fields
-from slipstream.serve.http.generation.tools import Tools
+from slipstream.serve.http.generation.fields import Label, NumTokens, TextFormat
+from slipstream.serve.http.generation.tools import CalledFunction, Tools
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, size_of, usage_of
 from slipstream.serve.http.server.error_formats import COHERE_EVENTS
@@ -43,36 +42,79 @@ from slipstream.serve.http.server.response import (
     JsonList,
     Response,
     StreamingResponse,
-    json_response,
     large_response,
     named_event,
 )
 
-# The bodies of Cohere's POST /v2/chat.
+# The request of POST /v2/chat.
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
+class CohereText(InnerFields, tag="text"):
+    text: str
+
+
+class CohereThought(InnerFields, tag="thinking"):
+    thinking: str
+
+
+class CohereDocumentData(InnerFields):
+    data: str | dict[str, Any]
+    id: Label = None  # for citations, which answers do not have
+
+
+class CohereDocument(InnerFields, tag="document"):
+    document: CohereDocumentData
+
+
+class CohereCall(InnerFields):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] | None = None
+
+
+class CohereTurn(InnerFields, kw_only=True):
+    """A message of any role."""
+
+    role: Any = None
+    content: str | list[CohereText | CohereDocument | CohereThought] | None = None
+    tool_calls: list[CohereCall] | None = None
+    tool_plan: str | None = None
+    tool_call_id: str | int | None = None
+    citations: Annotated[Any, unsupported("answers have none; remove it", [])] = None
+
+
+class CohereJson(InnerFields, tag="json_object"):
+    json_schema: dict[str, Any] | None = None
+    schema: Annotated[dict[str, Any] | None, doc("older name of json_schema")] = None
+
+    @property
+    def shape(self) -> dict[str, Any] | None:
+        return self.schema if self.json_schema is None else self.json_schema
+
+
+class CohereThinking(InnerFields):
+    type: Literal["enabled", "disabled"]
+    token_budget: Annotated[NumTokens | None, doc("with type enabled")] = None
 
 
 class CohereChatRequest(Fields, kw_only=True):
     model: str
-    messages: list[dict[str, Any]]
+    messages: list[CohereTurn]
     stream: bool | None = None
-    tools: Annotated[list[Any] | None, _doc("functions that the model can call")] = None
-    strict_tools: Annotated[bool | None, _doc("arguments must match the schemas of the tools")] = None
-    tool_choice: Annotated[Literal["REQUIRED", "NONE"] | None, _doc("default: the model decides")] = None
-    response_format: Annotated[dict[str, Any] | None, _doc("type text or json_object, with json_schema")] = None
+    tools: Annotated[list[Any] | None, doc("functions that the model can call")] = None
+    strict_tools: Annotated[bool | None, doc("arguments must match the schemas of the tools")] = None
+    tool_choice: Annotated[Literal["REQUIRED", "NONE"] | None, doc("default: the model decides")] = None
+    response_format: TextFormat | CohereJson | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    k: Annotated[int | None, _doc("keep this many most likely tokens; 0: all")] = None
-    p: Annotated[float | None, _doc("keep the smallest set of tokens whose probabilities sum to this")] = None
-    thinking: Annotated[dict[str, Any] | None, _doc("type enabled or disabled, token_budget")] = None
-    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
+    k: Annotated[int | None, doc("keep this many most likely tokens; 0: all")] = None
+    p: Annotated[float | None, doc("keep the smallest set of tokens whose probabilities sum to this")] = None
+    thinking: CohereThinking | None = None
+    priority: Annotated[int | None, doc("lower values are scheduled first")] = None
     documents: Annotated[Any, unsupported("put them into the messages", [])] = None
     citation_options: Annotated[
         Any, unsupported("answers have no citations", {"mode": "OFF"}, {"mode": "off"}, {"mode": "DISABLED"})
@@ -80,6 +122,70 @@ class CohereChatRequest(Fields, kw_only=True):
     safety_mode: Annotated[Any, unsupported("put instructions into the system message", "OFF", "NONE")] = None
     logprobs: Annotated[Any, unsupported("use /v1/chat/completions", False)] = None
     raw_prompting: Annotated[Any, unsupported("use /v1/completions", False)] = None
+
+
+# Converts a request to a conversation.
+
+
+def _conversation(request: Request, body: CohereChatRequest) -> ChatConversation:
+    served = request.choose_model(body.model, "generate")
+    given_messages = [_message(served, message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    messages = read_messages(request, given_messages, served.tokenizer)
+    variables, budget, form = {}, None, body.response_format
+    if body.thinking is not None:
+        budget = body.thinking.token_budget
+        variables = thinking_switch(served, body.thinking.type, budget, "token_budget")
+    given = {
+        "temperature": body.temperature, "seed": body.seed, "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty, "top_k": body.k, "top_p": body.p, "stop": body.stop_sequences,
+        "priority": body.priority, "thinking_token_budget": budget,
+        "response_format": json_shape(form.shape) if isinstance(form, CohereJson) else None,
+    }  # fmt: skip
+    names = {"top_k": "k", "top_p": "p", "stop": "stop_sequences", "thinking_token_budget": "thinking"}
+    params = chat_params(request, served, given, body.max_tokens, names)
+    request.check_count(len(body.tools or ()), "tools")
+    if body.strict_tools and not body.tools:
+        raise bad_request("strict_tools needs tools; give some, or remove it", "strict_tools")
+    choice = None if body.tool_choice is None else body.tool_choice.lower()
+    return ChatConversation(
+        model=served,
+        messages=messages,
+        params=params,
+        max_tokens=body.max_tokens,
+        tools=Tools.of_chat(body.tools, choice, strict=bool(body.strict_tools)),
+        chat_template_kwargs=variables,
+    )
+
+
+_OWN_FIELDS = {"tool_calls": "assistant", "tool_plan": "assistant", "tool_call_id": "tool"}
+
+
+def _message(served: ServedModel, given: CohereTurn, path: str) -> dict[str, Any]:
+    check_own_fields(given, path, _OWN_FIELDS)
+    texts, reasoning, content = [], "", given.content
+    for index, part in enumerate([CohereText(content)] if isinstance(content, str) else content or ()):
+        match part:
+            case CohereText(text):
+                texts.append(text)
+            case CohereDocument(CohereDocumentData(data)):
+                texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
+            case CohereThought(text) if given.role == "assistant":
+                reasoning += text
+            case _:
+                fact = f"{path}.content[{index}] is of type 'thinking', which is for messages of the assistant"
+                name = f"{path}.content[{index}].type"
+                raise bad_request(f"{fact}; give text, document", name, "unsupported_content")
+    if given.role == "assistant":
+        calls = [(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ()]
+        text = "\n".join(filter(None, (given.tool_plan, "\n".join(texts))))
+        return assistant_message(served, text, reasoning, calls)
+    if given.content is None:
+        raise bad_request(f"{path}.content is missing; give a text or a list of parts", f"{path}.content")
+    own = {"tool_call_id": given.tool_call_id} if given.role == "tool" else {}
+    return {"role": given.role, "content": "\n".join(texts), **own}
+
+
+# The answer, whole or as the events of a stream.
 
 
 class CohereFunction(msgspec.Struct, omit_defaults=True):
@@ -124,186 +230,31 @@ class CohereChatResponse(msgspec.Struct):
     usage: CohereUsage
 
 
-async def create_cohere_chat(request: Request, body: CohereChatRequest) -> Response | StreamingResponse:
-    run = await start_chat(request, _conversation(request, body), stream=bool(body.stream))
-    if body.stream:
-        return StreamingResponse(_events(request, run), COHERE_EVENTS)
-    with run:
-        (answer,) = await run.answers()
-        blocks, message = blocks_of(answer), CohereMessage("assistant")
+class _Writer:
+    format = COHERE_EVENTS
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+
+    async def whole(self, ended: Ended) -> CohereChatResponse:
+        blocks, message = ended.blocks, CohereMessage("assistant")
         message.tool_calls = [_call(block) for block in blocks if block.kind == "call"] or None
         if message.tool_calls is not None:  # text beside calls is their plan
-            message.tool_plan = answer.content or None
+            message.tool_plan = text_of(blocks, "text") or None
             blocks = [block for block in blocks if block.kind == "reasoning"]
         message.content = [_content(block) for block in blocks if block.kind != "call"] or None
-        reason = _reason(answer.finish_reason, answer.sample.stop_reason)
-        return json_response(CohereChatResponse(request.id, reason, message, _usage(run)))
+        return CohereChatResponse(self._id, _reason(ended), message, _usage(ended.run))
 
+    def begin(self, run: ChatRun) -> bytes:
+        empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+        return _event("message-start", id=self._id, delta={"message": empty})
 
-def _conversation(request: Request, body: CohereChatRequest) -> ChatConversation:
-    served = request.choose_model(body.model, "generate")
-    messages = text_messages(request, _messages(served, body.messages), served.tokenizer)
-    variables, budget = _thinking(served, body.thinking)
-    given = {
-        "temperature": body.temperature, "seed": body.seed, "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty, "top_k": body.k, "top_p": body.p, "stop": body.stop_sequences,
-        "priority": body.priority, "response_format": _response_format(body.response_format), **budget,
-    }  # fmt: skip
-    names = {"top_k": "k", "top_p": "p", "stop": "stop_sequences", "response_format": "response_format"}
-    params = chat_params(request, served, given, body.max_tokens, names | {"thinking_token_budget": "thinking"})
-    return ChatConversation(
-        model=served,
-        messages=messages,
-        params=params,
-        max_tokens=body.max_tokens,
-        tools=_tools(request, body),
-        chat_template_kwargs=variables,
-    )
+    def events(self, found: list[BlockEvent]) -> bytes:
+        return b"".join(map(_block_event, found))
 
-
-def _tools(request: Request, body: CohereChatRequest) -> Tools:
-    request.check_count(len(body.tools or ()), "tools")
-    tools = list(body.tools or [])
-    if body.strict_tools:
-        if not tools:
-            raise bad_request("strict_tools needs tools; give some, or remove it", "strict_tools")
-        for index, tool in enumerate(tools):
-            if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
-                tools[index] = {**tool, "function": {**function, "strict": True}}
-    choice = None if body.tool_choice is None else body.tool_choice.lower()
-    return Tools.check(tools, choice, None)
-
-
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    name, schema = "response_format", given.get("json_schema", given.get("schema"))
-    if given.get("type") not in ("text", "json_object"):
-        raise bad_request(f"{name} is {given!r:.100}; give type text or json_object, and json_schema", name)
-    if given["type"] == "text":
-        check_fields(given, name, ("type",))
-        return None
-    check_fields(given, name, ("type", "json_schema", "schema"))
-    if not isinstance(schema, dict | None):
-        raise bad_request(f"{name}.json_schema is no object; give a JSON schema", name)
-    return json_shape(schema)
-
-
-def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    if given is None:
-        return {}, {}
-    if given.get("type") not in ("enabled", "disabled"):
-        raise bad_request(f"thinking is {given!r:.100}; give type enabled or disabled", "thinking")
-    check_fields(given, "thinking", ("type", "token_budget"))
-    if given["type"] == "disabled" and given.get("token_budget") is not None:
-        raise bad_request("thinking.token_budget needs type enabled, and it is disabled; remove one", "thinking")
-    variables = think_variables(served, given["type"] == "enabled", "thinking")
-    return variables, thinking_budget(given.get("token_budget"), "thinking")
-
-
-_MESSAGE_FIELDS = {"assistant": ("role", "content", "tool_calls", "tool_plan"),
-                   "tool": ("role", "content", "tool_call_id")}  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"citations": ([],)}
-
-
-def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    messages = []
-    for index, message in enumerate(given):
-        name = f"messages[{index}]"
-        role = message.get("role")
-        known = _MESSAGE_FIELDS.get(role, ("role", "content")) if isinstance(role, str) else ("role", "content")
-        check_fields(message, name, known, _NEUTRAL)
-        content, kinds = message.get("content"), _PARTS if role == "assistant" else _PARTS[:2]
-        if content is None and role != "assistant":
-            raise bad_request(f"{name}.content is missing; give a text or a list of parts", f"{name}.content")
-        text, reasoning = _texts(content, f"{name}.content", kinds)
-        if role == "assistant":
-            calls = _calls(message.get("tool_calls") or [], f"{name}.tool_calls")
-            plan = message.get("tool_plan") or ""
-            if not isinstance(plan, str):
-                raise bad_request(f"{name}.tool_plan is no text; give a string", f"{name}.tool_plan")
-            messages.append(assistant_message(served, "\n".join(filter(None, (plan, text))), reasoning, calls))
-        elif role == "tool":
-            messages.append({"role": role, "content": text, "tool_call_id": message.get("tool_call_id")})
-        else:
-            messages.append({"role": role, "content": text})
-    return messages
-
-
-_PARTS = ("text", "document", "thinking")  # each has its type as the name of its field; the last of assistants only
-
-
-def _texts(content: Any, name: str, kinds: tuple[str, ...]) -> tuple[str, str]:
-    """The text and the reasoning of a message's content."""
-    if content is None or isinstance(content, str):
-        return content or "", ""
-    if not isinstance(content, list):
-        raise bad_request(f"{name} must be a text or a list of parts", name)
-    texts, reasoning = [], ""
-    for index, part in enumerate(content):
-        kind, path = part.get("type") if isinstance(part, dict) else None, f"{name}[{index}]"
-        if kind not in kinds:
-            fact = f"{path} is a part of type {kind!r:.50}, which is not supported here"
-            raise bad_request(f"{fact}; give {', '.join(kinds)}", path, "unsupported_content")
-        check_fields(part, path, ("type", kind))
-        value, path = part.get(kind), f"{path}.{kind}"
-        if kind == "document":
-            texts.append(_document(value, path))
-        elif not isinstance(value, str):
-            raise bad_request(f"{path} is missing or no text; give a string", path)
-        elif kind == "text":
-            texts.append(value)
-        else:
-            reasoning += value
-    return "\n".join(texts), reasoning
-
-
-def _document(given: Any, path: str) -> str:
-    """The data of a document as text. Its id is for citations, which answers do not have."""
-    if not isinstance(given, dict):
-        raise bad_request(f'{path} is no document; give {{"data": ...}}', path)
-    check_fields(given, path, ("data", "id"))
-    data = given.get("data")
-    if not isinstance(data, str | dict):
-        raise bad_request(f"{path}.data is missing; give a text or an object", f"{path}.data")
-    return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-
-
-def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
-    shape = 'give [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}]'
-    found = []
-    for index, call in enumerate(given if isinstance(given, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(function, dict):
-            raise bad_request(f"{name} is no list of calls; {shape}", name)
-        check_fields(call, f"{name}[{index}]", ("id", "function"), {"type": ("function",)})
-        check_fields(function, f"{name}[{index}].function", ("name", "arguments"))
-        values = call.get("id"), function.get("name"), function.get("arguments")
-        if not all(isinstance(value, str) for value in values):
-            raise bad_request(f"{name} has a call without id, name or arguments; {shape}", name)
-        found.append((str(values[0]), str(values[1]), str(values[2])))
-    return found
-
-
-async def _events(request: Request, run: ChatRun) -> AsyncIterator[bytes]:
-    blocks, has_begun = AnswerBlocks(), False
-    with run:
-        async for parts in run:
-            chunks = []
-            for part in parts:
-                if not has_begun:
-                    has_begun = True
-                    empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
-                    chunks.append(_event("message-start", id=request.id, delta={"message": empty}))
-                events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                chunks += [_block_event(each) for each in events]
-                if part.finish_reason is not None:
-                    reason = _reason(part.finish_reason, part.new.stop_reason)
-                    delta = {"finish_reason": reason, "usage": _usage(run)}
-                    chunks.append(_event("message-end", id=request.id, delta=delta))
-            if chunks:
-                yield b"".join(chunks)
-        yield DONE
+    async def end(self, ended: Ended) -> bytes:
+        delta = {"finish_reason": _reason(ended), "usage": _usage(ended.run)}
+        return _event("message-end", id=self._id, delta=delta) + DONE
 
 
 def _block_event(event: BlockEvent) -> bytes:
@@ -337,16 +288,21 @@ def _call(block: Block) -> CohereToolCall:
     return CohereToolCall(CohereFunction(block.name, block.text), block.id, "function")
 
 
-def _reason(reason: str | None, stopped_by: int | str | None) -> str:
-    if reason == "stop" and isinstance(stopped_by, str):
+def _reason(ended: Ended) -> str:
+    reason = ended.reason or ""
+    if reason == "stop" and isinstance(ended.stopped_by, str):
         return "STOP_SEQUENCE"
-    return {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL"}.get(reason or "", "ERROR")
+    return {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL"}.get(reason, "ERROR")
 
 
 def _usage(run: ChatRun) -> CohereUsage:
     state = run.state
     tokens = CohereTokens(len(state.message.prompt_token_ids), state.num_tokens)
     return CohereUsage(tokens, tokens, state.num_cached)
+
+
+async def create_cohere_chat(request: Request, body: CohereChatRequest) -> Response | StreamingResponse:
+    return await respond(request, _conversation(request, body), _Writer(request.id), stream=bool(body.stream))
 
 
 ROUTES = [
@@ -365,15 +321,15 @@ class CohereEmbedRequest(Fields, kw_only=True):
     texts: list[str] | None = None
     input_type: Annotated[
         Literal["search_document", "search_query", "classification", "clustering"] | None,
-        _doc("selects the model's prompt of that kind, where it has one"),
+        doc("selects the model's prompt of that kind, where it has one"),
     ] = None
     embedding_types: Annotated[
-        list[EmbeddingType] | None, _doc("float (the default), base64, binary or ubinary; int8 and uint8 are refused")
+        list[EmbeddingType] | None, doc("float (the default), base64, binary or ubinary; int8 and uint8 are refused")
     ] = None
-    output_dimension: Annotated[int | None, _doc("truncate vectors to this size (Matryoshka)")] = None
-    max_tokens: Annotated[int | None, _doc("truncate longer texts")] = None
-    truncate: Annotated[Literal["NONE", "START", "END"] | None, _doc("the end at which long texts are cut")] = None
-    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
+    output_dimension: Annotated[int | None, doc("truncate vectors to this size (Matryoshka)")] = None
+    max_tokens: Annotated[int | None, doc("truncate longer texts")] = None
+    truncate: Annotated[Literal["NONE", "START", "END"] | None, doc("the end at which long texts are cut")] = None
+    priority: Annotated[int | None, doc("lower values are scheduled first")] = None
     images: Annotated[Any, unsupported("models read text only", [])] = None
     inputs: Annotated[Any, unsupported("give texts", [])] = None
 

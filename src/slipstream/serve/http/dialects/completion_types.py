@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from slipstream.base.typed import doc
 from slipstream.checkpoint.torch_files import NotPlain, StoredTensor, read_torch_zip
 from slipstream.engine.model_description import ModelDescription
 from slipstream.serve.http.generation.fields import GenerationFields
@@ -90,17 +91,15 @@ def _values(tensor: StoredTensor, data: bytes) -> np.ndarray[Any, Any]:
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]] | None,
-        msgspec.Meta(description="a text, a list of token ids, or a list of either; required without prompt_embeds"),
+        doc("a text, a list of token ids, or a list of either; required without prompt_embeds"),
     ] = None
     prompt_embeds: Annotated[
         str | list[str] | None,
-        msgspec.Meta(description="base64 of a tensor [tokens, hidden size] by torch.save, or a list; before prompt"),
+        doc("base64 of a tensor [tokens, hidden size] by torch.save, or a list; before prompt"),
     ] = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Annotated[
-        str | None, msgspec.Meta(description="text after the output, for models with fill-in-the-middle tokens")
-    ] = None
+    suffix: Annotated[str | None, doc("text after the output, for models with fill-in-the-middle tokens")] = None
 
 
 class CompletionChoice(msgspec.Struct):

@@ -26,19 +26,8 @@ from slipstream.serve.http.dialects.completion_types import (
     embeds_of,
     prompts_of,
 )
-from slipstream.serve.http.generation.beam import (
-    beam_params,
-    beam_samples,
-    beam_usage,
-    given_with_beams,
-    search_beams,
-)
-from slipstream.serve.http.generation.fields import (
-    given_fields,
-    prompt_limit,
-    sampling_params,
-    structured_outputs,
-)
+from slipstream.serve.http.generation.beam import beam_params, beam_samples, beam_usage, given_with_beams, search_beams
+from slipstream.serve.http.generation.fields import given_fields, prompt_limit, sampling_params, structured_outputs
 from slipstream.serve.http.generation.generation import (
     AnswerSize,
     CompletionLogprobs,

@@ -4,55 +4,63 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.base.typed import unsupported
+from slipstream.base.typed import InnerFields, doc, unsupported
 from slipstream.front.served import ServedModel
-from slipstream.serve.http.dialects.ollama_models import (
-    OllamaFields,
-    find_model,
-    num_ctx,
-    ollama_params,
+from slipstream.serve.http.dialects.ollama_models import OllamaFields, find_model, num_ctx, ollama_params
+from slipstream.serve.http.generation.chat_run import Block, BlockDelta, BlockEnd, BlockEvent, ChatRun, Ended, respond
+from slipstream.serve.http.generation.conversation import ChatConversation, read_messages
+from slipstream.serve.http.generation.dialect import (
+    Call,
+    assistant_message,
+    call_arguments,
+    check_own_fields,
+    think_variables,
 )
-from slipstream.serve.http.generation.chat_run import (
-    AnswerBlocks,
-    Block,
-    BlockDelta,
-    BlockEnd,
-    BlockEvent,
-    ChatRun,
-    blocks_of,
-    start_chat,
-)
-from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
-from slipstream.serve.http.generation.dialect import assistant_message, call_arguments, think_variables
-from slipstream.serve.http.generation.fields import check_fields
+from slipstream.serve.http.generation.fields import Label, NoFields
 from slipstream.serve.http.generation.tools import Tools
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
-from slipstream.serve.http.server.response import (
-    JSON,
-    JSON_LINES,
-    Response,
-    StreamingResponse,
-    json_line,
-    json_response,
-)
+from slipstream.serve.http.server.response import JSON, JSON_LINES, Response, StreamingResponse, json_line
+
+
+class OllamaCalled(InnerFields):
+    name: str
+    arguments: dict[str, Any] | NoFields | None = None
+    index: Label = None  # of a call in its answer, the same as in the list
+
+
+class OllamaCall(InnerFields):
+    function: OllamaCalled
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaTurn(InnerFields, kw_only=True):
+    """A message of any role. Clients send empty fields with all of them."""
+
+    role: Any = None
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | Literal[""] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | int | None = None
+    images: Annotated[Any, unsupported("models read text only", [])] = None
 
 
 class OllamaChatRequest(OllamaFields, kw_only=True):
-    messages: list[dict[str, Any]] = []
-    tools: Annotated[list[Any] | None, msgspec.Meta(description="functions that the model can call")] = None
+    messages: list[OllamaTurn] = []
+    tools: Annotated[list[Any] | None, doc("functions that the model can call")] = None
 
 
 class OllamaGenerateRequest(OllamaFields, kw_only=True):
     prompt: str | None = None
-    system: Annotated[str | None, msgspec.Meta(description="the system message")] = None
-    raw: Annotated[bool | None, msgspec.Meta(description="true: without the chat template")] = None
+    system: Annotated[str | None, doc("the system message")] = None
+    raw: Annotated[bool | None, doc("true: without the chat template")] = None
     suffix: Annotated[Any, unsupported("infilling is not supported here; use /v1/completions", "")] = None
     images: Annotated[Any, unsupported("models read text only", [])] = None
     template: Annotated[
@@ -101,143 +109,109 @@ class OllamaGenerateResponse(_Chunk, kw_only=True, omit_defaults=True):
 
 async def create_chat(request: Request, body: OllamaChatRequest) -> Response | StreamingResponse:
     served = find_model(request, body.model, "generate")
-    answer = _Answer(request, body)
+    writer, streams = _Writer(body), body.stream is not False
     if not body.messages:  # clients load a model in this way
         ollama_params(request, served, body)
-        return answer.loaded()
-    messages = text_messages(request, _messages(served, body.messages), served.tokenizer)
-    params, limit = ollama_params(request, served, body)
+        return writer.loaded(stream=streams)
+    messages = read_messages(request, _messages(served, body.messages), served.tokenizer)
+    how = _how(request, served, body)
     request.check_count(len(body.tools or ()), "tools")
+    variables = think_variables(served, body.think, "think")
     conversation = ChatConversation(
-        model=served,
-        messages=messages,
-        params=params,
-        max_tokens=limit,
-        max_context=num_ctx(body.options, served.description.max_model_len),
-        truncates=body.truncate is not False,
-        tools=Tools.check(body.tools, None, None),
-        chat_template_kwargs=think_variables(served, body.think, "think"),
+        messages=messages, tools=Tools.of_chat(body.tools), chat_template_kwargs=variables, **how
     )
-    return await answer.respond(conversation)
+    return await respond(request, conversation, writer, stream=streams)
 
 
 async def create_generate(request: Request, body: OllamaGenerateRequest) -> Response | StreamingResponse:
     request.set_input_field("prompt")
     served = find_model(request, body.model, "generate")
-    answer = _Answer(request, body)
-    params, limit = ollama_params(request, served, body)
+    writer, streams = _Writer(body), body.stream is not False
+    how = _how(request, served, body)
     if not body.prompt:
-        return answer.loaded()
-    system = [] if not body.system else [{"role": "system", "content": body.system}]
+        return writer.loaded(stream=streams)
+    messages = [{"role": "user", "content": body.prompt}]
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
-    context = num_ctx(body.options, served.description.max_model_len)
-    how: dict[str, Any] = dict(model=served, params=params, max_tokens=limit, max_context=context)
-    how["truncates"] = body.truncate is not False
     if served.tokenizer is not None and (body.raw or template is None):  # without a tokenizer rendering raises
         for name in ("system", "think"):
             if getattr(body, name):
                 raise bad_request(f"{name} needs the chat template; remove it, or raw", name)
-        messages = [{"role": "user", "content": body.prompt}]
-        return await answer.respond(PlainConversation(messages=messages, add_special_tokens=True, **how))
+        plain = PlainConversation(messages=messages, add_special_tokens=True, **how)
+        return await respond(request, plain, writer, stream=streams)
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
     variables = think_variables(served, body.think, "think")
-    messages = [*system, {"role": "user", "content": body.prompt}]
-    return await answer.respond(ChatConversation(messages=messages, chat_template_kwargs=variables, **how))
+    conversation = ChatConversation(messages=messages, chat_template_kwargs=variables, **how)
+    return await respond(request, conversation, writer, stream=streams)
 
 
-_MESSAGE_FIELDS = {"assistant": ("role", "content", "thinking", "tool_calls"),
-                   "tool": ("role", "content", "tool_name", "tool_call_id")}  # fmt: skip
+def _how(request: Request, served: ServedModel, body: OllamaFields) -> dict[str, Any]:
+    """The fields that the conversations of both routes have."""
+    params, limit = ollama_params(request, served, body)
+    context = num_ctx(body.options, served.description.max_model_len)
+    truncates = body.truncate is not False
+    return dict(model=served, params=params, max_tokens=limit, max_context=context, truncates=truncates)
 
 
-def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+_OWN_FIELDS = {"thinking": "assistant", "tool_calls": "assistant", "tool_name": "tool", "tool_call_id": "tool"}
+
+
+def _messages(served: ServedModel, given: list[OllamaTurn]) -> list[dict[str, Any]]:
     """Converts messages to OpenAI's format."""
-    messages, num_calls, last_calls = [], 0, list[tuple[str, str]]()
+    messages, num_calls, last_calls = [], 0, list[Call]()
     for index, message in enumerate(given):
-        name = f"messages[{index}]"
-        role = message.get("role")
-        known = _MESSAGE_FIELDS.get(role, ("role", "content")) if isinstance(role, str) else ("role", "content")
-        # clients send empty fields with all messages
-        empty = {"tool_calls": ([],), "thinking": ("",), "tool_name": ("",), "tool_call_id": ("",), "images": ([],)}
-        check_fields(message, name, known, empty)
-        for field, value in message.items():
-            if field in ("content", "thinking", "tool_name") and not isinstance(value, str | None):
-                raise bad_request(f"{name}.{field} is no text; give a string", f"{name}.{field}")
-        text = message.get("content") or ""
-        if role == "assistant":
-            calls = []
-            for id, called, arguments in _calls(message.get("tool_calls") or [], name):
+        check_own_fields(message, f"messages[{index}]", _OWN_FIELDS)
+        text = message.content or ""
+        if message.role == "assistant":
+            last_calls = []
+            for call in message.tool_calls or ():
                 num_calls += 1
+                arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
                 # 9 characters, which Mistral's templates demand
-                calls.append((id or f"{num_calls:09d}", called, arguments))
-            last_calls = [(id, called) for id, called, _ in calls]
-            messages.append(assistant_message(served, text, message.get("thinking") or "", calls))
-        elif role == "tool":
-            wanted, own_id = message.get("tool_name") or None, message.get("tool_call_id") or None
-            found = next((call for call in last_calls if wanted in (None, call[1]) and own_id in (None, call[0])), None)
+                last_calls.append((call.id or f"{num_calls:09d}", call.function.name, arguments))
+            messages.append(assistant_message(served, text, message.thinking or "", last_calls))
+        elif message.role == "tool":
+            name, id = message.tool_name or None, message.tool_call_id or None
+            found = next((call for call in last_calls if name in (None, call[1]) and id in (None, call[0])), None)
             if found is not None:
-                last_calls.remove(found)
-            own = {"role": "tool", "content": text, "name": wanted or (found[1] if found else None)}
-            messages.append(own | {"tool_call_id": own_id or (found[0] if found else None)})
+                last_calls = [call for call in last_calls if call is not found]
+            own = {"name": name or (found[1] if found else None), "tool_call_id": id or (found[0] if found else None)}
+            messages.append({"role": "tool", "content": text, **own})
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": message.role, "content": text})
     return messages
 
 
-def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
-    """Ids (empty if not given), names and arguments of calls."""
-    shape = 'give [{"function": {"name": ..., "arguments": {...}}}]'
-    found = []
-    for index, call in enumerate(given if isinstance(given, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request(f"{name}.tool_calls is no list of calls; {shape}", f"{name}.tool_calls")
-        check_fields(call, f"{name}.tool_calls[{index}]", ("id", "function"), {"type": ("function",)})
-        # index: of a call in its answer, the same as in the list
-        check_fields(function, f"{name}.tool_calls[{index}].function", ("name", "arguments", "index"))
-        if not isinstance(id := call.get("id") or "", str):
-            raise bad_request(f"{name}.tool_calls[{index}].id is no text; give a string", f"{name}.tool_calls")
-        if not isinstance(arguments := function.get("arguments") or {}, dict):
-            raise bad_request(f"{name}.tool_calls has arguments that are no object; {shape}", f"{name}.tool_calls")
-        found.append((id, function["name"], json.dumps(arguments, ensure_ascii=False)))
-    return found
+class _Writer:
+    """For both routes."""
 
+    format = JSON_LINES
 
-class _Answer:
-    """Writes the answer of one request, for both routes."""
+    def __init__(self, body: OllamaFields) -> None:
+        self._is_chat = isinstance(body, OllamaChatRequest)
+        self._model = body.model
+        self._began = time.monotonic()
 
-    def __init__(self, request: Request, body: OllamaFields) -> None:
-        self.request = request
-        self.streams = body.stream is not False
-        self.is_chat = isinstance(body, OllamaChatRequest)
-        self.model = body.model
-        self.began = time.monotonic()
-
-    async def respond(self, conversation: ChatConversation) -> Response | StreamingResponse:
-        run = await start_chat(self.request, conversation, stream=self.streams)
-        if self.streams:
-            return StreamingResponse(self.lines(run), JSON_LINES)
-        with run:
-            (answer,) = await run.answers()
-            blocks = blocks_of(answer)
-            return json_response(self.end(self.chunk(blocks), run, answer.finish_reason))
-
-    def loaded(self) -> Response:
+    def loaded(self, *, stream: bool) -> Response:
         """The answer to a request without a prompt, with which clients load a model."""
-        chunk = self.chunk([])
+        chunk = self._chunk([])
         chunk.done, chunk.done_reason = True, "load"
-        return Response(json_line(chunk), media_type=JSON_LINES.media_type if self.streams else JSON)
+        return Response(json_line(chunk), media_type=JSON_LINES.media_type if stream else JSON)
 
-    async def lines(self, run: ChatRun) -> AsyncIterator[bytes]:
-        blocks = AnswerBlocks()
-        with run:
-            async for parts in run:
-                for part in parts:
-                    events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                    if new := [block for each in events if (block := _new_block(each)) is not None]:
-                        yield json_line(self.chunk(new))
-                    if part.finish_reason is not None:
-                        yield json_line(self.end(self.chunk([]), run, part.finish_reason))
+    def begin(self, run: ChatRun) -> bytes:
+        return b""
 
-    def chunk(self, blocks: list[Block]) -> OllamaChatResponse | OllamaGenerateResponse:
+    def events(self, found: list[BlockEvent]) -> bytes:
+        new = [block for each in found if (block := _new_block(each)) is not None]
+        return json_line(self._chunk(new)) if new else b""
+
+    async def end(self, ended: Ended) -> bytes:
+        return json_line(self._last(self._chunk([]), ended))
+
+    async def whole(self, ended: Ended) -> Any:
+        return self._last(self._chunk(ended.blocks), ended)
+
+    def _chunk(self, blocks: list[Block]) -> OllamaChatResponse | OllamaGenerateResponse:
         texts = {"text": "", "reasoning": ""}
         calls = []
         for block in blocks:
@@ -249,19 +223,19 @@ class _Answer:
                 texts["text"] += block.text
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         thinking = texts["reasoning"] or None
-        if not self.is_chat:
-            return OllamaGenerateResponse(self.model, now, response=texts["text"], thinking=thinking)
+        if not self._is_chat:
+            return OllamaGenerateResponse(self._model, now, response=texts["text"], thinking=thinking)
         message = OllamaMessage("assistant", texts["text"], thinking, calls or None)
-        return OllamaChatResponse(self.model, now, message=message)
+        return OllamaChatResponse(self._model, now, message=message)
 
-    def end(self, chunk: Any, run: ChatRun, reason: str | None) -> Any:
+    def _last(self, chunk: Any, ended: Ended) -> Any:
         """Adds what the last chunk has."""
-        now = time.monotonic()
-        first = run.state.metrics.first_token_ts or now
-        chunk.done, chunk.done_reason = True, "stop" if reason == "tool_calls" else reason
-        chunk.prompt_eval_duration, chunk.eval_duration = int((first - self.began) * 1e9), int((now - first) * 1e9)
+        state, now = ended.run.state, time.monotonic()
+        first = state.metrics.first_token_ts or now
+        chunk.done, chunk.done_reason = True, "stop" if ended.reason == "tool_calls" else ended.reason
+        chunk.prompt_eval_duration, chunk.eval_duration = int((first - self._began) * 1e9), int((now - first) * 1e9)
         chunk.total_duration, chunk.load_duration = chunk.prompt_eval_duration + chunk.eval_duration, 0
-        chunk.prompt_eval_count, chunk.eval_count = len(run.state.message.prompt_token_ids), run.state.num_tokens
+        chunk.prompt_eval_count, chunk.eval_count = len(state.message.prompt_token_ids), state.num_tokens
         return chunk
 
 

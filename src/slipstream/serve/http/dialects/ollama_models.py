@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import time
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.base.typed import Fields, unsupported
+from slipstream.base.typed import Fields, InnerFields, doc, unsupported, wanted
 from slipstream.front.pooling_calls import encode
 from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.params.pooling import PoolingParams
@@ -110,8 +110,8 @@ def _started(request: Request) -> str:
 
 class ShowRequest(Fields, kw_only=True):
     model: str | None = None
-    name: Annotated[str | None, msgspec.Meta(description="older name of model")] = None
-    verbose: Annotated[bool | None, msgspec.Meta(description="with the limits of the model")] = None
+    name: Annotated[str | None, doc("older name of model")] = None
+    verbose: Annotated[bool | None, doc("with the limits of the model")] = None
 
 
 class ShowResponse(msgspec.Struct):
@@ -157,9 +157,9 @@ def _capabilities(request: Request, served: ServedModel) -> list[str]:
 
 class PullRequest(Fields, kw_only=True):
     model: str | None = None
-    name: Annotated[str | None, msgspec.Meta(description="older name of model")] = None
-    stream: Annotated[bool | None, msgspec.Meta(description="default: true")] = None
-    insecure: Annotated[Any, unsupported("nothing is downloaded", False)] = None
+    name: Annotated[str | None, doc("older name of model")] = None
+    stream: Annotated[bool | None, doc("default: true")] = None
+    insecure: Annotated[Any, unsupported("nothing is downloaded; remove it", False)] = None
 
 
 async def pull_model(request: Request, body: PullRequest) -> Response:
@@ -195,13 +195,21 @@ ROUTES = [
 # Ollama's POST /api/embed, and its older form /api/embeddings.
 
 
+Context = Annotated[int, wanted("a number of tokens", ge=1)]
+KeepAlive = Annotated[int | float | str | None, doc("models stay loaded; 0 is refused")]
+
+
+class EmbedOptions(InnerFields):
+    num_ctx: Annotated[Context | None, doc("truncate to this many tokens")] = None
+
+
 class OllamaEmbedRequest(Fields, kw_only=True):
     model: str
-    input: Annotated[str | list[str], msgspec.Meta(description="a text, or a list of texts")]
-    truncate: Annotated[bool | None, msgspec.Meta(description="truncate long texts; default: true")] = None
-    dimensions: Annotated[int | None, msgspec.Meta(description="truncate vectors to this size (Matryoshka)")] = None
-    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx: truncate to this many tokens")] = None
-    keep_alive: Annotated[Any, msgspec.Meta(description="models stay loaded; 0 is refused")] = None
+    input: Annotated[str | list[str], doc("a text, or a list of texts")]
+    truncate: Annotated[bool | None, doc("truncate long texts; default: true")] = None
+    dimensions: Annotated[int | None, doc("truncate vectors to this size (Matryoshka)")] = None
+    options: EmbedOptions | None = None
+    keep_alive: KeepAlive = None
 
 
 class OllamaEmbedResponse(msgspec.Struct):
@@ -215,8 +223,8 @@ class OllamaEmbedResponse(msgspec.Struct):
 class OldEmbedRequest(Fields, kw_only=True):
     model: str
     prompt: str
-    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx: truncate to this many tokens")] = None
-    keep_alive: Annotated[Any, msgspec.Meta(description="models stay loaded; 0 is refused")] = None
+    options: EmbedOptions | None = None
+    keep_alive: KeepAlive = None
 
 
 class OldEmbedResponse(msgspec.Struct):
@@ -249,12 +257,9 @@ async def _embed(
 ) -> list[Any]:
     check_keep_alive(body.keep_alive)
     served = find_model(request, body.model, "embed")
-    given = check_options(body.options)
-    if unused := given.keys() - {"num_ctx"}:
-        raise bad_request(f"options.{min(unused)} is for generation; remove it", "options")
     assert served.pooling_inputs is not None, "a model that embeds"
     chosen = Chosen(served, served.pooling_inputs)
-    limit = num_ctx(given, served.max_num_tokens)
+    limit = num_ctx(body.options, served.max_num_tokens)
     side = {"truncation_side": "right", "truncate_prompt_tokens": limit or served.max_num_tokens}
     own |= side if truncates else {"truncation_side": "never"}
     pooling_call = encode(chosen.inputs, list(texts), PoolingParams(task="embed", **own), "embed")
@@ -277,102 +282,94 @@ EMBED_ROUTES = [
 # Ollama's `options`, `format`, `think` and `keep_alive`, as parameters of the engine. No option is ignored.
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
+_NUMBER = wanted("a number")
+_AT_START = "it is set when the server starts"
+
+
+class OllamaOptions(InnerFields, kw_only=True):
+    temperature: float | None = None
+    top_k: Annotated[int | float | None, _NUMBER] = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Annotated[int | float | None, _NUMBER] = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+    num_predict: Annotated[int | None, wanted("a number of tokens")] = None
+    num_ctx: Context | None = None
+    typical_p: Annotated[Any, unsupported("use top_p or min_p", 1)] = None
+    tfs_z: Annotated[Any, unsupported("use top_p or min_p", 1)] = None
+    mirostat: Annotated[Any, unsupported("use temperature and top_p", 0)] = None
+    mirostat_tau: Annotated[Any, unsupported("use temperature and top_p")] = None
+    mirostat_eta: Annotated[Any, unsupported("use temperature and top_p")] = None
+    repeat_last_n: Annotated[Any, unsupported("repeat_penalty counts the whole text", -1)] = None
+    penalize_newline: Annotated[Any, unsupported("repeat_penalty counts all tokens", True)] = None
+    num_keep: Annotated[Any, unsupported("the context is not shifted", 0)] = None
+    num_batch: Annotated[Any, unsupported(_AT_START)] = None
+    num_gpu: Annotated[Any, unsupported(_AT_START)] = None
+    main_gpu: Annotated[Any, unsupported(_AT_START)] = None
+    num_thread: Annotated[Any, unsupported(_AT_START)] = None
+    numa: Annotated[Any, unsupported(_AT_START, False)] = None
+    use_mmap: Annotated[Any, unsupported(_AT_START)] = None
+    use_mlock: Annotated[Any, unsupported(_AT_START, False)] = None
+    low_vram: Annotated[Any, unsupported(_AT_START, False)] = None
+    f16_kv: Annotated[Any, unsupported(_AT_START, True)] = None
+    vocab_only: Annotated[Any, unsupported(_AT_START, False)] = None
+    logits_all: Annotated[Any, unsupported(_AT_START, False)] = None
+    embedding_only: Annotated[Any, unsupported(_AT_START, False)] = None
 
 
 class OllamaFields(Fields, kw_only=True):
     """Fields of /api/chat and /api/generate."""
 
-    model: Annotated[str, _doc("a name from /api/tags, with or without :latest")]
-    stream: Annotated[bool | None, _doc("default: true")] = None
-    format: Annotated[str | dict[str, Any] | None, _doc("json, or a JSON schema")] = None
-    options: Annotated[dict[str, Any] | None, _doc("such as temperature, top_k, num_predict, stop")] = None
-    think: Annotated[bool | str | None, _doc("switches reasoning, or sets its effort: low, medium, high")] = None
-    keep_alive: Annotated[Any, _doc("models stay loaded; 0, which would unload one, is refused")] = None
+    model: Annotated[str, doc("a name from /api/tags, with or without :latest")]
+    stream: Annotated[bool | None, doc("default: true")] = None
+    format: Annotated[Literal["json", ""] | dict[str, Any] | None, wanted("json or a JSON schema")] = None
+    options: OllamaOptions | None = None
+    think: Annotated[bool | str | None, doc("switches reasoning, or sets its effort: low, medium, high")] = None
+    keep_alive: KeepAlive = None
     logprobs: Annotated[Any, unsupported("use /v1/chat/completions", False)] = None
     top_logprobs: Annotated[Any, unsupported("use /v1/chat/completions", 0)] = None
-    truncate: Annotated[bool | None, _doc("leave out the oldest messages of a long prompt; default: true")] = None
+    truncate: Annotated[bool | None, doc("leave out the oldest messages of a long prompt; default: true")] = None
     shift: Annotated[Any, unsupported("the context is not shifted; shorten the messages", False)] = None
 
 
-_NAMES = {  # of parameters, in `options`
+_NAMES = {  # of parameters, by those in `options`
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed", "stop": "stop",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repeat_penalty": "repetition_penalty",
 }  # fmt: skip
-_AT_START = "it is set when the server starts"
-_REFUSED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "typical_p": ((1, 1.0), "use top_p or min_p"),
-    "tfs_z": ((1, 1.0), "use top_p or min_p"),
-    "mirostat": ((0,), "use temperature and top_p"),
-    "mirostat_tau": ((), "use temperature and top_p"),
-    "mirostat_eta": ((), "use temperature and top_p"),
-    "repeat_last_n": ((-1,), "repeat_penalty counts the whole text"),
-    "penalize_newline": ((True,), "repeat_penalty counts all tokens"),
-    "num_keep": ((0,), "the context is not shifted"),
-    "num_batch": ((), _AT_START), "num_gpu": ((), _AT_START), "main_gpu": ((), _AT_START),
-    "num_thread": ((), _AT_START), "numa": ((False,), _AT_START), "use_mmap": ((), _AT_START),
-    "use_mlock": ((False,), _AT_START), "low_vram": ((False,), _AT_START), "f16_kv": ((True,), _AT_START),
-    "vocab_only": ((False,), _AT_START), "logits_all": ((False,), _AT_START), "embedding_only": ((False,), _AT_START),
-}  # fmt: skip
 
 
-def check_options(options: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the options that are not null. Raises for those that are unknown or not supported."""
-    given = {name: value for name, value in (options or {}).items() if value is not None}
-    for name, value in given.items():
-        if name in _REFUSED_OPTIONS:
-            supported, hint = _REFUSED_OPTIONS[name]
-            if not any(value is one or (value == one and type(value) is not bool) for one in supported):
-                raise bad_request(f"options.{name} is not supported: {hint}", "options", "unsupported_parameter")
-        elif name not in _NAMES and name not in ("num_predict", "num_ctx"):
-            raise bad_request(f"there is no option {name[:100]}; give {', '.join((*_NAMES, 'num_predict'))}", "options")
-    if (wanted := given.get("num_ctx")) is not None and (type(wanted) is not int or wanted < 1):
-        raise bad_request(f"options.num_ctx is {wanted!r:.50}; give a number of tokens", "options")
-    return given
-
-
-def num_ctx(options: dict[str, Any] | None, most: int) -> int | None:
+def num_ctx(options: OllamaOptions | EmbedOptions | None, most: int) -> int | None:
     """The limit of tokens that `num_ctx` sets; None if it is no less than `most`, the limit of the model."""
-    wanted: int | None = (options or {}).get("num_ctx")
+    wanted = None if options is None else options.num_ctx
     return None if wanted is None or wanted >= most else wanted
 
 
 def ollama_params(request: Request, served: ServedModel, body: OllamaFields) -> tuple[SamplingParams, int | None]:
     """Returns the parameters, and num_predict where it is a limit."""
     check_keep_alive(body.keep_alive)
-    given = check_options(body.options)
-    values = {ours: _checked(name, given[name]) for name, ours in _NAMES.items() if name in given}
-    limit = given.get("num_predict")
-    if limit is not None and type(limit) is not int:
-        raise bad_request(f"options.num_predict is {limit!r:.50}; give a number of tokens", "options")
-    limit = None if limit is None or limit < 0 else limit  # -1 and -2: no limit but the context
+    options = body.options or OllamaOptions()
+    values = {ours: getattr(options, name) for name, ours in _NAMES.items()}
+    for name in ("top_k", "seed"):
+        if (value := values[name]) is not None and value == int(value):
+            values[name] = int(value)
+    if isinstance(options.stop, str):
+        values["stop"] = [options.stop]
     if body.format not in (None, ""):
-        if body.format != "json" and not isinstance(body.format, dict):
-            raise bad_request(f"format is {body.format!r:.50}; give json or a JSON schema", "format")
         values["response_format"] = json_shape(body.format if isinstance(body.format, dict) else None)
+    limit = options.num_predict
+    limit = None if limit is None or limit < 0 else limit  # -1 and -2: no limit but the context
     names = {ours: f"options.{name}" for name, ours in _NAMES.items()}
     names |= {"max_tokens": "options.num_predict", "response_format": "format"}
     return chat_params(request, served, values, limit, names), limit
 
 
-def _checked(name: str, value: Any) -> Any:
-    if name == "stop":
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-            raise bad_request("options.stop must be a string or a list of strings", "options")
-        return listed
-    if type(value) not in (int, float):
-        raise bad_request(f"options.{name} is {value!r:.50}; give a number", "options")
-    return int(value) if name in ("top_k", "seed") and value == int(value) else value
-
-
-def check_keep_alive(given: Any) -> None:
+def check_keep_alive(given: float | str | None) -> None:
     """Raises for 0, which would unload the model. Other durations are kept: models stay loaded."""
-    text = given.strip() if isinstance(given, str) else given
-    is_zero = (type(text) in (int, float) and text == 0) or (isinstance(text, str) and text.rstrip("smh") == "0")
-    if is_zero or not (given is None or type(given) in (int, float, str)):
+    if given == 0 or (isinstance(given, str) and given.strip().rstrip("smh") == "0"):
         raise bad_request("keep_alive would unload the model, and models stay loaded; remove it", "keep_alive")
 
 

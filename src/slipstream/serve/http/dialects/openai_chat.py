@@ -8,27 +8,17 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.base.typed import unsupported
+from slipstream.base.typed import doc, unsupported
 from slipstream.front.prompts import AnswerPieces
 from slipstream.front.results import Logprob
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.parsers.reader import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
-from slipstream.serve.http.generation.beam import (
-    beam_params,
-    beam_samples,
-    beam_usage,
-    given_with_beams,
-    search_beams,
-)
-from slipstream.serve.http.generation.chat_run import ChatAnswer, ChatPart, ChatRun, start_chat
-from slipstream.serve.http.generation.conversation import AllowControlTokens, ChatConversation, text_messages
+from slipstream.serve.http.generation.beam import beam_params, beam_samples, beam_usage, given_with_beams, search_beams
+from slipstream.serve.http.generation.chat_run import ChatAnswer, ChatPart, ChatRun, start_chat, text_of
+from slipstream.serve.http.generation.conversation import AllowControlTokens, ChatConversation, read_messages
 from slipstream.serve.http.generation.dialect import thinking_variables
-from slipstream.serve.http.generation.fields import (
-    GenerationFields,
-    given_fields,
-    sampling_params,
-)
+from slipstream.serve.http.generation.fields import GenerationFields, given_fields, sampling_params
 from slipstream.serve.http.generation.generation import (
     ChatLogprobs,
     PromptLogprob,
@@ -40,7 +30,7 @@ from slipstream.serve.http.generation.generation import (
     token_ids,
     usage_of,
 )
-from slipstream.serve.http.generation.tools import Tools
+from slipstream.serve.http.generation.tools import ToolChoice, Tools
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import (
@@ -56,10 +46,6 @@ from slipstream.serve.http.server.response import (
 # The bodies of POST /v1/chat/completions: request, response and chunks of a stream.
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
-
 class ChatRequest(GenerationFields, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -67,20 +53,17 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _doc("variables of the chat template")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("variables of the chat template")] = None
     allow_control_tokens: AllowControlTokens = None
 
-    tools: Annotated[list[Any] | None, _doc("functions that the model can call")] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        _doc("auto, none, required, a function, or allowed_tools; demanded calls by a grammar"),
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, _doc("false: at most one call")] = None
-    include_reasoning: Annotated[bool | None, _doc("false: leave the reasoning out of the answer")] = None
+    tools: Annotated[list[Any] | None, doc("functions that the model can call")] = None
+    tool_choice: Annotated[ToolChoice | None, doc("demanded calls are by a grammar")] = None
+    parallel_tool_calls: Annotated[bool | None, doc("false: at most one call")] = None
+    include_reasoning: Annotated[bool | None, doc("false: leave the reasoning out of the answer")] = None
     reasoning_effort: Annotated[
-        str | None, _doc("passed to the chat template; none: as enable_thinking false, where the template has that")
+        str | None, doc("passed to the chat template; none: as enable_thinking false, where the template has that")
     ] = None
-    enable_thinking: Annotated[bool | None, _doc("passed to the chat template")] = None
+    enable_thinking: Annotated[bool | None, doc("passed to the chat template")] = None
 
     functions: Annotated[Any, unsupported("use tools and tool_choice", [])] = None
     function_call: Annotated[Any, unsupported("use tools and tool_choice", "none")] = None
@@ -98,10 +81,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     documents: Annotated[Any, unsupported("put them into the messages", [])] = None
     mm_processor_kwargs: Annotated[Any, unsupported("the model reads and writes text only", {})] = None
     media_io_kwargs: Annotated[Any, unsupported("the model reads and writes text only", {})] = None
-
-
-_FUNCTIONS = "use tools and tool_choice"
-_MEDIA = "the model reads and writes text only"
 
 
 class FunctionCall(msgspec.Struct):
@@ -212,12 +191,12 @@ async def _beams(request: Request, body: ChatRequest) -> ChatResponse:
 def _conversation(request: Request, body: ChatRequest, given: dict[str, Any]) -> ChatConversation:
     """Checks the request. `given`: its fields that are not null."""
     served = request.choose_model(body.model, "generate")
-    messages = text_messages(request, body.messages, served.tokenizer)
+    messages = read_messages(request, body.messages, served.tokenizer)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true; set it, or remove top_logprobs", "top_logprobs")
     request.field_names["logprobs"] = "top_logprobs"
     request.check_count(len(body.tools or ()), "tools")
-    tools = Tools.check(body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = Tools.of_chat(body.tools, body.tool_choice, body.parallel_tool_calls)
     limit = _max_tokens(request, body)
     own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     own["max_tokens"] = limit if limit is not None else served.description.defaults.params.get("max_tokens")
@@ -337,12 +316,14 @@ class _Answer:
 
 
 def _message(answer: ChatAnswer) -> ChatMessage:
-    message = ChatMessage("assistant", answer.content or (None if answer.calls or answer.reasoning else ""))
-    if answer.reasoning:
-        message.reasoning = message.reasoning_content = answer.reasoning
-    if answer.calls:
+    calls = [block for block in answer.blocks if block.kind == "call"]
+    reasoning = text_of(answer.blocks, "reasoning")
+    message = ChatMessage("assistant", text_of(answer.blocks, "text") or (None if calls or reasoning else ""))
+    if reasoning:
+        message.reasoning = message.reasoning_content = reasoning
+    if calls:
         message.tool_calls = [
-            MessageToolCall(call.id, "function", FunctionCall(call.name, call.arguments)) for call in answer.calls
+            MessageToolCall(call.id, "function", FunctionCall(call.name, call.text)) for call in calls
         ]
     return message
 

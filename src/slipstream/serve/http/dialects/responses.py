@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from slipstream.front.prompts import off_loop
-from slipstream.front.served import ServedModel
 from slipstream.serve.http.dialects.responses_types import (
-    InputItemList,
-    ResponseEvents,
-    ResponseItems,
-    ResponsesDeleted,
-    ResponsesObject,
+    FlatSchema,
+    InputMessage,
+    ReasoningOptions,
+    ResponsesChoice,
     ResponsesRequest,
-    ResponsesUsage,
+    ResponsesTool,
+    TextOptions,
     input_messages,
+    tools_of,
 )
-from slipstream.serve.http.generation.chat_run import AnswerBlocks, Block, ChatRun, blocks_of, start_chat
-from slipstream.serve.http.generation.conversation import ChatConversation, text_messages
-from slipstream.serve.http.generation.dialect import assistant_message, chat_params, think_variables
-from slipstream.serve.http.generation.fields import check_fields
-from slipstream.serve.http.generation.tools import Tools
+from slipstream.serve.http.generation.chat_run import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockEvent,
+    BlockKind,
+    BlockStart,
+    ChatRun,
+    Ended,
+    respond,
+    text_of,
+)
+from slipstream.serve.http.generation.conversation import ChatConversation, read_messages
+from slipstream.serve.http.generation.dialect import assistant_message, chat_params, json_shape, think_variables
+from slipstream.serve.http.generation.fields import TextFormat
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request, delete, get, limit_of, newest_first, post, query_of, refused
 from slipstream.serve.http.server.response import (
@@ -36,23 +46,15 @@ from slipstream.serve.http.server.response import (
     StreamFormat,
     StreamingResponse,
     json_response,
+    named_event,
 )
 from slipstream.serve.http.server.state import StoredResponse
 
-
-async def create_response(request: Request, body: ResponsesRequest) -> Response | StreamingResponse:
-    job = _Job(request, body)
-    run = await start_chat(request, job.conversation, stream=bool(body.stream))
-    if body.stream:
-        events = ResponseEvents(job.items)
-        return StreamingResponse(job.events(run, events), StreamFormat(EVENT_STREAM, COMMENT, events.failed))
-    with run:
-        (answer,) = await run.answers()
-        return json_response(await job.finish(run, blocks_of(answer), answer.finish_reason))
+_NO_REASONING = ReasoningOptions(effort=None, summary=None)
 
 
 class _Job:
-    """One request: its conversation, and the construction of its response."""
+    """One request: its conversation, and the writer of its response."""
 
     def __init__(self, request: Request, body: ResponsesRequest) -> None:
         self.request = request
@@ -64,13 +66,12 @@ class _Job:
         self.token = secrets.token_hex(24)
         self.id = f"resp_{self.token}"
         self.created = int(time.time())
-        _check_include(body.include)
-        before = self._before()
-        self.history = [*before, *input_messages(self.served, body.input, "input")]
+        self.history = [*self._before(), *input_messages(self.served, body.input)]
         if not self.history:
             raise bad_request("input is empty; give a text or items", "input")
         self.conversation = self._conversation()
-        self.items = ResponseItems(self.token)
+        self.format = StreamFormat(EVENT_STREAM, COMMENT, self._failed)
+        self._number = 0  # of the next event
 
     def _before(self) -> list[dict[str, Any]]:
         """The messages of the response that this one continues."""
@@ -87,63 +88,49 @@ class _Job:
     def _conversation(self) -> ChatConversation:
         body, request, served = self.body, self.request, self.served
         system = [] if not body.instructions else [{"role": "system", "content": body.instructions}]
-        messages = text_messages(request, [*system, *self.history], served.tokenizer)
+        messages = read_messages(request, [*system, *self.history], served.tokenizer)
         request.set_input_field("input")
-        self.shape, shape = _text_format(body.text)
+        request.check_count(len(body.tools or ()), "tools")
+        self.shape = (body.text.format if body.text is not None else None) or TextFormat()
+        shape: Any = self.shape
+        if isinstance(shape, FlatSchema):
+            shape = json_shape(shape.schema, strict=shape.strict is not False)
         given = {"temperature": body.temperature, "top_p": body.top_p, "response_format": shape}
         names = {"max_tokens": "max_output_tokens", "response_format": "text"}
-        names["response_format.json_schema"] = "text.format"
         self.params = chat_params(request, served, given, body.max_output_tokens, names)
+        effort = None if body.reasoning is None or body.reasoning.effort is UNSET else body.reasoning.effort
         return ChatConversation(
             model=served,
             messages=messages,
             params=self.params,
             max_tokens=body.max_output_tokens,
             truncates=body.truncation == "auto",
-            tools=_tools(request, body),
-            chat_template_kwargs=_reasoning(served, body.reasoning),
+            tools=tools_of(body),
+            chat_template_kwargs=think_variables(served, effort, "reasoning"),
         )
 
-    async def events(self, run: ChatRun, events: ResponseEvents) -> AsyncIterator[bytes]:
-        blocks, has_begun = AnswerBlocks(), False
-        with run:
-            async for parts in run:
-                chunks = []
-                for part in parts:
-                    if not has_begun:
-                        has_begun = True
-                        begun = self.response("in_progress", [])
-                        chunks += [events.event(f"response.{name}", response=begun) for name in _BEGIN]
-                    chunks += [events.of_block(each) for each in blocks.feed(part.events)]
-                    if part.finish_reason is not None:
-                        chunks += [events.of_block(each, _status(part.finish_reason)) for each in blocks.end()]
-                        whole = await self.finish(run, blocks.all, part.finish_reason)
-                        chunks.append(events.event(f"response.{whole.status}", response=whole))
-                if chunks:
-                    yield b"".join(chunks)
-
-    async def finish(self, run: ChatRun, blocks: list[Block], reason: str | None) -> ResponsesObject:
+    async def whole(self, ended: Ended) -> ResponsesObject:
         """Returns the response, and stores it."""
-        status = _status(reason)
+        blocks, status = ended.blocks, _status(ended.reason)
         response = self.response(status, blocks)
         if status == "incomplete":
-            response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
-        response.usage = await self.usage(run, blocks)
+            reason = "max_output_tokens" if ended.reason == "length" else str(ended.reason)
+            response.incomplete_details = {"reason": reason}
+        response.usage = await self.usage(ended)
         if self.stores:
-            texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in _TEXTS}
-            calls = [(block.id, block.name, block.text or "{}") for block in blocks if block.kind == "call"]
-            answer = assistant_message(self.served, texts["text"], texts["reasoning"], calls)
-            messages = [*self.history, *([answer] if texts["text"] or calls else [])]
+            text, calls = text_of(blocks, "text"), [block for block in blocks if block.kind == "call"]
+            made = [(call.id, call.name, call.text or "{}") for call in calls]
+            answer = assistant_message(self.served, text, text_of(blocks, "reasoning"), made)
+            messages = [*self.history, *([answer] if text or calls else [])]
             given = self.body.input
-            items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+            items = [InputMessage(role="user", content=given)] if isinstance(given, str) else given
             stored = StoredResponse(_owner(self.request), *map(msgspec.json.encode, (response, messages, items)))
             self.request.state.responses.add(self.id, stored)
         return response
 
-    async def usage(self, run: ChatRun, blocks: list[Block]) -> ResponsesUsage:
-        state = run.state
+    async def usage(self, ended: Ended) -> ResponsesUsage:
+        state, thought = ended.run.state, text_of(ended.blocks, "reasoning")
         num_prompt, num_output = len(state.message.prompt_token_ids), state.num_tokens
-        thought = "".join(block.text for block in blocks if block.kind == "reasoning")
         tokenizer, num_thought = self.served.tokenizer, 0
         if thought and tokenizer is not None:
             ids = await off_loop(len(thought), partial(tokenizer.encode, thought, add_special_tokens=False))
@@ -155,7 +142,7 @@ class _Job:
     def response(self, status: str, blocks: list[Block]) -> ResponsesObject:
         """`status`: also that of the last item, with which the output ends."""
         body = self.body
-        items = [self.items.item(block, "completed") for block in blocks]
+        items = [_item(self.token, block, "completed") for block in blocks]
         if items:
             items[-1].status = status
         return ResponsesObject(
@@ -168,10 +155,10 @@ class _Job:
             output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning=body.reasoning or {"effort": None, "summary": None},
+            reasoning=_NO_REASONING if body.reasoning in (None, ReasoningOptions()) else body.reasoning,
             store=self.stores,
             temperature=self.params.temperature,
-            text={"format": self.shape},
+            text=TextOptions(self.shape),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=self.params.top_p,
@@ -179,21 +166,57 @@ class _Job:
             metadata=body.metadata or {},
         )
 
+    # the events of a stream, which are numbered
+
+    def _failed(self, error: HTTPException) -> bytes:
+        return self._event("error", message=error.message, code=error.code, param=error.param)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named_event(kind, numbered)
+
+    def begin(self, run: ChatRun) -> bytes:
+        begun = self.response("in_progress", [])
+        return b"".join([self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")])
+
+    def events(self, found: list[BlockEvent]) -> bytes:
+        return b"".join(map(self._of_block, found))
+
+    async def end(self, ended: Ended) -> bytes:
+        whole = await self.whole(ended)
+        return self._event(f"response.{whole.status}", response=whole)
+
+    def _of_block(self, event: BlockEvent) -> bytes:
+        block = event.block
+        item = _item(self.token, Block(block.kind, block.index, "", block.name, block.id), "in_progress")
+        ids: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
+        if block.kind != "call":
+            ids["content_index"] = 0
+        name = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        match event:
+            case BlockDelta(text=text):
+                return self._event(f"response.{name}.delta", **ids, delta=text, **more)
+            case BlockStart():
+                begun = self._event("response.output_item.added", output_index=block.index, item=item)
+                if block.kind == "call":
+                    return begun
+                return begun + self._event("response.content_part.added", **ids, part=_part(block.kind, ""))
+            case BlockEnd(reason=reason):
+                status = "completed" if reason is None else _status(reason)
+                whole = _item(self.token, block, status)
+                if block.kind == "call":
+                    ended = self._event(f"response.{name}.done", **ids, name=block.name, arguments=block.text)
+                else:
+                    ended = self._event(f"response.{name}.done", **ids, text=block.text, **more)
+                    part = _part(block.kind, block.text)
+                    ended += self._event("response.content_part.done", **ids, part=part)
+                return ended + self._event("response.output_item.done", output_index=block.index, item=whole)
+
 
 def _status(reason: str | None) -> str:
     return "completed" if reason in ("stop", "tool_calls") else "incomplete"
-
-
-_BEGIN = ("created", "in_progress")
-_TEXTS = ("text", "reasoning")
-
-
-def _check_include(given: list[str] | None) -> None:
-    for name in given or ():
-        fact = f"include has {name[:100]!r}, which is not supported"
-        if name == "reasoning.encrypted_content":
-            fact += ": reasoning is returned as text, in the content of its item, which can be sent back"
-        raise bad_request(f"{fact}; remove it", "include")
 
 
 def _check_batch(request: Request, body: ResponsesRequest) -> None:
@@ -204,65 +227,106 @@ def _check_batch(request: Request, body: ResponsesRequest) -> None:
             raise bad_request(f"{fact}; remove it, and send whole conversations", name, "unsupported_parameter")
 
 
-def _text_format(given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Returns the format as given, and as `response_format` of the chat API."""
-    given = {name: value for name, value in (given or {}).items() if value is not None}
-    shape = given.get("format", {"type": "text"})
-    check_fields(given, "text", ("format",), {"verbosity": ("medium",)})
-    if not isinstance(shape, dict) or shape.get("type") not in ("text", "json_object", "json_schema"):
-        raise bad_request("text.format has another type than text, json_object or json_schema; give one", "text")
-    if shape["type"] == "json_schema":
-        return shape, {"type": "json_schema", "json_schema": {k: v for k, v in shape.items() if k != "type"}}
-    if shape.keys() - {"type"}:
-        raise bad_request(f"text.format of type {shape['type']} takes no other field; remove it", "text")
-    return shape, None if shape["type"] == "text" else {"type": "json_object"}
+# The response, whole or as the events of a stream.
 
 
-_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
-_NEUTRAL_TOOL = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+class ResponsesContent(msgspec.Struct, omit_defaults=True):
+    """A part of type output_text or reasoning_text."""
+
+    type: str
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
-def _tools(request: Request, body: ResponsesRequest) -> Tools:
-    request.check_count(len(body.tools or ()), "tools")
-    tools = []
-    for index, tool in enumerate(body.tools or ()):
-        name = f"tools[{index}]"
-        if (kind := tool.get("type")) != "function":
-            fact = f"{name} is of type {kind!r:.50}, and the server runs no tools"
-            raise bad_request(f"{fact}; give functions", f"{name}.type")
-        check_fields(tool, name, _TOOL_FIELDS, _NEUTRAL_TOOL)
-        function = {field: tool[field] for field in _TOOL_FIELDS[1:] if tool.get(field) is not None}
-        tools.append({"type": "function", "function": function})
-    choice: Any = body.tool_choice
-    if isinstance(choice, dict):
-        choice = _choice(choice)
-    return Tools.check(tools, choice, body.parallel_tool_calls, schema="parameters")
+class ResponsesItem(msgspec.Struct, omit_defaults=True):
+    """An item of type reasoning, message or function_call."""
+
+    id: str
+    type: str
+    status: str
+    role: str | None = None
+    content: list[ResponsesContent] | None = None
+    summary: list[Any] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
 
 
-def _choice(given: dict[str, Any]) -> dict[str, Any]:
-    """The object `tool_choice` in the format of the chat API."""
-    kind, some = given.get("type"), given.get("tools")
-    if kind == "allowed_tools" and isinstance(some, list) and all(isinstance(each, dict) for each in some):
-        check_fields(given, "tool_choice", ("type", "mode", "tools"))
-        for index, each in enumerate(some):
-            check_fields(each, f"tool_choice.tools[{index}]", ("type", "name"))
-        tools = [{"type": each.get("type"), "function": {"name": each.get("name")}} for each in some]
-        return {"type": kind, kind: {"mode": given.get("mode"), "tools": tools}}
-    if kind != "function":
-        fact, named = f"tool_choice is {given!r:.100}", '{"type": "function", "name": ...}'
-        hint = f'give auto, none, required, {named} or {{"type": "allowed_tools", "mode": ..., "tools": [...]}}'
-        raise bad_request(f"{fact}; {hint}", "tool_choice")
-    check_fields(given, "tool_choice", ("type", "name"))
-    return {"type": "function", "function": {"name": given.get("name")}}
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
 
 
-def _reasoning(served: ServedModel, given: dict[str, Any] | None) -> dict[str, Any]:
-    given = given or {}
-    # auto: reasoning is returned whole, not summarised
-    check_fields(given, "reasoning", ("effort",), {"summary": ("auto",), "generate_summary": ("auto",)})
-    if not isinstance(effort := given.get("effort"), str | None):
-        raise bad_request(f"reasoning.effort is {effort!r:.50}; give a string", "reasoning")
-    return think_variables(served, effort, "reasoning")
+class ResponsesObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    background: bool = False
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[ResponsesItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningOptions
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: ResponsesChoice
+    tools: list[ResponsesTool]
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponsesUsage | None = None
+    metadata: dict[str, str] = {}
+
+
+def _part(kind: BlockKind, text: str) -> ResponsesContent:
+    if kind == "reasoning":
+        return ResponsesContent("reasoning_text", text)
+    return ResponsesContent("output_text", text, annotations=[], logprobs=[])
+
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+def _item(response: str, block: Block, status: str) -> ResponsesItem:
+    """`response`: the random part of its id, which the ids of its items have too."""
+    id = f"{_PREFIXES[block.kind]}_{response}_{block.index}"
+    if block.kind == "call":
+        return ResponsesItem(id, "function_call", status, call_id=block.id, name=block.name, arguments=block.text)
+    content = [_part(block.kind, block.text)] if block.text else []
+    if block.kind == "reasoning":
+        return ResponsesItem(id, "reasoning", status, summary=[], content=content)
+    return ResponsesItem(id, "message", status, role="assistant", content=content)
+
+
+# The routes.
+
+
+class ResponsesDeleted(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class InputItemList(msgspec.Struct):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+    object: str = "list"
+
+
+async def create_response(request: Request, body: ResponsesRequest) -> Response | StreamingResponse:
+    job = _Job(request, body)
+    return await respond(request, job.conversation, job, stream=bool(body.stream))
 
 
 async def show_response(request: Request, body: None) -> Response:

@@ -22,13 +22,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.http.generation import fields
 from slipstream.serve.http.generation.fields import GenerationFields, given_fields
-from slipstream.serve.http.generation.generation import (
-    PromptTokensDetails,
-    Usage,
-    check_end,
-    start,
-    submits_for,
-)
+from slipstream.serve.http.generation.generation import PromptTokensDetails, Usage, check_end, start, submits_for
 from slipstream.serve.http.server.errors import aborted, bad_request
 from slipstream.serve.http.server.request import Request
 

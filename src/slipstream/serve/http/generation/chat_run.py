@@ -10,7 +10,7 @@ import secrets
 import string
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -28,25 +28,17 @@ from slipstream.serve.http.generation.strict import forced_format, structured_ou
 from slipstream.serve.http.generation.tools import ChatFormats
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request
+from slipstream.serve.http.server.response import Response, StreamFormat, StreamingResponse, json_response
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    name: str
-    arguments: str  # JSON as the model wrote it
 
 
 class ChatAnswer(msgspec.Struct):
     """One sample, whole."""
 
     sample: SampleState
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = []
-    events: list[ParserEvent] = []  # in the order of the output
-    finish_reason: str | None = None  # as OpenAI's: tool_calls where the model stopped after calls
+    blocks: list[Block]
+    finish_reason: str | None  # as OpenAI's: tool_calls where the model stopped after calls
 
 
 class ChatPart(msgspec.Struct):
@@ -68,10 +60,6 @@ async def start_chat(
         request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens, answer=answer
     )
     return run
-
-
-def _is_too_long(error: Exception) -> bool:
-    return isinstance(error, PromptTooLong) or getattr(error, "code", None) == "context_length_exceeded"
 
 
 class ChatRun:
@@ -96,7 +84,7 @@ class ChatRun:
         try:
             return self._prepare()
         except (PromptTooLong, HTTPException) as error:
-            if not self._conversation.truncates or not _is_too_long(error):
+            if not self._conversation.truncates or error.code != PromptTooLong.code:
                 raise
         return self._truncate()
 
@@ -124,7 +112,7 @@ class ChatRun:
         try:
             return len(self._prepare()[0][0].prompt_token_ids)
         except (PromptTooLong, HTTPException) as error:
-            if not _is_too_long(error):
+            if error.code != PromptTooLong.code:
                 raise
             return math.inf
 
@@ -173,19 +161,9 @@ class ChatRun:
 
     def answer(self, sample: SampleState) -> ChatAnswer:
         """Parses a sample that is finished."""
-        answer = ChatAnswer(sample, calls=[], events=self._events(sample.index, sample.text, is_last=True))
-        for event in answer.events:
-            match event:
-                case ContentDelta(text):
-                    answer.content += text
-                case ReasoningDelta(text):
-                    answer.reasoning += text
-                case ToolCallStart(_, name, id):
-                    answer.calls.append(ToolCall(id or "", name, ""))
-                case ArgumentsDelta(_, text):
-                    answer.calls[-1].arguments += text
-        answer.finish_reason = self._finish_reason(sample.index, sample.finish_reason)
-        return answer
+        blocks = AnswerBlocks()
+        blocks.feed(self._events(sample.index, sample.text, is_last=True))
+        return ChatAnswer(sample, blocks.all, self._finish_reason(sample.index, sample.finish_reason))
 
     def _part(self, new: Increment) -> ChatPart:
         events = self._events(new.index, new.text, is_last=new.finish_reason is not None)
@@ -252,7 +230,7 @@ class ChatRun:
 
 # AnswerBlocks: the output of a sample as text, reasoning and tool calls in the order in which the model writes them.
 #
-# APIs other than OpenAI's chat send an answer as such blocks, and a stream as their starts, pieces and ends.
+# APIs other than OpenAI's chat send such blocks (`respond`), and in a stream their starts, pieces and ends.
 
 BlockKind = Literal["text", "reasoning", "call"]
 
@@ -277,6 +255,7 @@ class BlockDelta(msgspec.Struct):
 
 class BlockEnd(msgspec.Struct):
     block: Block
+    reason: str | None = None  # why the answer ends with this block
 
 
 BlockEvent = BlockStart | BlockDelta | BlockEnd
@@ -304,12 +283,12 @@ class AnswerBlocks:
                     self._add("call", text, found)
         return found
 
-    def end(self) -> list[BlockEvent]:
-        """Ends the block that is open, if there is one."""
+    def end(self, reason: str | None = None) -> list[BlockEvent]:
+        """Ends the block that is open, if there is one. `reason`: why the answer ends."""
         if self._open is None:
             return []
         block, self._open = self._open, None
-        return [BlockEnd(block)]
+        return [BlockEnd(block, reason)]
 
     def _start(self, block: Block, found: list[BlockEvent]) -> None:
         found += self.end()
@@ -328,8 +307,60 @@ class AnswerBlocks:
         found.append(BlockDelta(self._open, text))
 
 
-def blocks_of(answer: ChatAnswer) -> list[Block]:
-    """The blocks of a whole answer."""
-    blocks = AnswerBlocks()
-    blocks.feed(answer.events)
-    return blocks.all
+def text_of(blocks: Sequence[Block], kind: BlockKind) -> str:
+    """All blocks of a kind together."""
+    return "".join([block.text for block in blocks if block.kind == kind])
+
+
+class Ended(NamedTuple):
+    """An answer at its end."""
+
+    run: ChatRun
+    blocks: list[Block]
+    reason: str | None  # as of ChatAnswer
+    stopped_by: int | str | None  # a stop string or a token
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer in the format of an API: whole, or as the events of a stream."""
+
+    format: StreamFormat
+
+    def begin(self, run: ChatRun) -> bytes: ...
+
+    def events(self, found: list[BlockEvent]) -> bytes: ...
+
+    async def end(self, ended: Ended) -> bytes: ...
+
+    async def whole(self, ended: Ended) -> msgspec.Struct: ...
+
+
+async def respond(
+    request: Request, conversation: ChatConversation, writer: AnswerWriter, *, stream: bool
+) -> Response | StreamingResponse:
+    run = await start_chat(request, conversation, stream=stream)
+    if stream:
+        return StreamingResponse(_streamed(run, writer), writer.format)
+    with run:
+        (answer,) = await run.answers()
+        ended = Ended(run, answer.blocks, answer.finish_reason, answer.sample.stop_reason)
+        return json_response(await writer.whole(ended))
+
+
+async def _streamed(run: ChatRun, writer: AnswerWriter) -> AsyncIterator[bytes]:
+    blocks, has_begun = AnswerBlocks(), False
+    with run:
+        async for parts in run:
+            written = []
+            for part in parts:
+                if not has_begun:
+                    has_begun = True
+                    written.append(writer.begin(run))
+                reason = part.finish_reason
+                events = [*blocks.feed(part.events), *(blocks.end(reason) if reason is not None else ())]
+                if events:
+                    written.append(writer.events(events))
+                if reason is not None:
+                    written.append(await writer.end(Ended(run, blocks.all, reason, part.new.stop_reason)))
+            if together := b"".join(written):
+                yield together

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.base.typed import doc
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.parsers.envelope import EnvelopeFormat
@@ -15,12 +16,14 @@ from slipstream.parsers.families import tool_call_format
 from slipstream.serve.http.generation.tools import GENERIC, ChatFormats, Tools
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request
+from slipstream.text.chat_fields import TextPart, read_content
 from slipstream.text.chat_template import known_roles, reads_variable
 from slipstream.text.tokenizer import Tokenizer
 
 
 class ChatConversation(msgspec.Struct, kw_only=True):
-    """Messages and tools are in the format of OpenAI's chat API, checked (`text_messages`, `Tools.check`)."""
+    """Messages and tools are in the format of OpenAI's chat API, checked (`read_messages`, `Tools.of`). A content is a
+    text or a list of Parts."""
 
     model: ServedModel
     messages: Sequence[Mapping[str, Any]]
@@ -104,65 +107,37 @@ def _described(
     return [{**first, "content": f"{content}\n\n{text}"}, *messages[1:]]
 
 
-# Checks the messages of a chat request: roles, and content that is text or a list of text parts.
+# Reads the messages of a chat request: roles, and contents.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 AllowControlTokens = Annotated[
     bool | None,
-    msgspec.Meta(description="let the text of messages spell control tokens; default no, unless the server says so"),
+    doc("let the text of messages spell control tokens; default no, unless the server says so"),
 ]
 
 
-def text_messages(
+def read_messages(
     request: Request, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Returns the messages after checks of roles and content types; rendering the template checks the rest."""
+    """Returns the messages with contents as texts or Parts, after checks of roles; rendering the template checks the
+    rest."""
     request.set_input_field("messages")
     if not messages:
         raise bad_request("there are no messages; give at least one", "messages")
     request.check_count(len(messages), "messages")
     template = None if tokenizer is None else tokenizer.chat_template()
-    for i, message in enumerate(messages):
-        role = message.get("role")
+    found = []
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or (role not in ROLES and (template is None or role not in known_roles(template))):
-            shown = "missing" if role is None else repr(role)
-            fact = f"messages[{i}].role is {shown}"
-            raise bad_request(f"{fact}; give one of {', '.join(ROLES)}", f"messages[{i}].role")
-        content = message.get("content")
-        name = f"messages[{i}].content"
-        if isinstance(content, list):
-            for index, part in enumerate(content):
-                _check_part(part, f"{name}[{index}]")
-        elif content is not None and not isinstance(content, str):
-            raise bad_request(f"{name} is {_kind(content)}; give a string or a list of text parts", name)
-    return list(messages)
-
-
-def _check_part(part: Any, name: str) -> None:
-    """Raises unless a part is a string, or an object of type text."""
-    if isinstance(part, str):
-        return
-    if not isinstance(part, dict):
-        raise bad_request(f"{name} is {_kind(part)}; {_PART}", name)
-    kind = part.get("type", "text")
-    if kind != "text":
-        fact = f"{name} is a part of type {kind!r}; models read text only, send text parts"
-        raise bad_request(fact, name, "unsupported_content")
-    for field in part:
-        if field not in ("type", "text"):
-            raise bad_request(f"there is no field {name}.{field}; a text has type and text", f"{name}.{field}")
-    if not isinstance(text := part.get("text"), str):
-        raise bad_request(f"{name}.text is {_kind(text)}; {_PART}", f"{name}.text")
-
-
-_PART = 'give {"type": "text", "text": "..."}'
-
-
-def _kind(value: Any) -> str:
-    """The JSON type of a value, with an article."""
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), "null")
+            name = f"messages[{index}].role"
+            shown = "missing" if role is None else f"{role!r:.100}"
+            raise bad_request(f"{name} is {shown}; give one of {', '.join(ROLES)}", name)
+        if content is not None and not isinstance(content, str):
+            message = {**message, "content": read_content(content, f"messages[{index}].content")}
+        found.append(message)
+    return found
 
 
 def prompt_chars(*parts: Any) -> int:
@@ -173,6 +148,8 @@ def prompt_chars(*parts: Any) -> int:
         part = rest.pop()
         if isinstance(part, str):
             total += len(part)
+        elif isinstance(part, TextPart):
+            total += len(part.text)
         elif isinstance(part, Mapping):
             rest += part.keys()
             rest += part.values()

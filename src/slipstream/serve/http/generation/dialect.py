@@ -10,7 +10,7 @@ import msgspec
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.values import is_deep_json
-from slipstream.serve.http.generation.fields import sampling_params
+from slipstream.serve.http.generation.fields import NamedSchema, ObjectFormat, SchemaFormat, sampling_params
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request
 from slipstream.text.chat_template import reads_variable
@@ -31,25 +31,12 @@ def chat_params(
     default = served.description.defaults.params.get("max_tokens")
     own = {"logprobs": None, "max_tokens": default if max_tokens is None else max_tokens}
     values = {name: value for name, value in given.items() if value is not None}
-    try:
-        params = sampling_params(values, served.inputs, request.state.settings, own, request.field_names)
-    except HTTPException as error:  # its text has our name of the field
-        given_name = error.param or ""
-        ours = max((name for name in names if f"{given_name}.".startswith(f"{name}.")), key=len, default=None)
-        if ours is not None:
-            renamed = names[ours] + given_name.removeprefix(ours)
-            error.message, error.param = error.message.replace(given_name, renamed, 1), renamed
-        raise
-    if (name := names.get("response_format")) is not None:
-        request.field_names["structured_outputs"] = name
-    return params
+    return sampling_params(values, served.inputs, request.state.settings, own, request.field_names)
 
 
-def json_shape(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+def json_shape(schema: Mapping[str, Any] | None, *, strict: bool = True) -> ObjectFormat | SchemaFormat:
     """OpenAI's `response_format` for a JSON schema, or for any JSON object."""
-    if schema is None:
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": dict(schema)}}
+    return ObjectFormat() if schema is None else SchemaFormat(NamedSchema(dict(schema), strict=strict))
 
 
 def assistant_message(served: ServedModel, text: str, reasoning: str, calls: Sequence[Call]) -> dict[str, Any]:
@@ -90,6 +77,14 @@ def think_variables(served: ServedModel, think: bool | str | None, field: str) -
         raise bad_request(text, field, error.code) from None
 
 
+def thinking_switch(served: ServedModel, kind: str, budget: int | None, budget_name: str) -> dict[str, Any]:
+    """Variables of the chat template for an object `thinking` with a type and a number of tokens."""
+    if budget is not None and kind != "enabled":
+        name = f"thinking.{budget_name}"
+        raise bad_request(f"{name} needs type enabled, and it is {kind}; remove one", name)
+    return think_variables(served, kind != "disabled", "thinking")
+
+
 def call_arguments(text: str) -> dict[str, Any] | msgspec.Raw | None:
     """The arguments of a call as an object, on one line; None if the model wrote none. They are passed on as JSON:
     what a model writes may be nested too deeply for an encoder, or have half of a surrogate pair."""
@@ -104,13 +99,12 @@ def call_arguments(text: str) -> dict[str, Any] | msgspec.Raw | None:
     return msgspec.Raw(source) if source.startswith(b"{") else None
 
 
-def thinking_budget(given: Any, field: str) -> dict[str, Any]:
-    """The parameter for a limit of reasoning tokens, if one is given."""
-    if given is None:
-        return {}
-    if type(given) is not int or given < 0:
-        raise bad_request(f"the budget in {field} is {given!r:.50}; give a number of tokens", field)
-    return {"thinking_token_budget": given}
+def check_own_fields(message: Any, path: str, owners: Mapping[str, str]) -> None:
+    """Raises for a field of a message that has another role than its own: `owners`, by field. Empty ones ask for
+    nothing."""
+    for name, role in owners.items():
+        if getattr(message, name) and message.role != role:
+            raise bad_request(f"{path}.{name} is for messages of role {role}; remove it", f"{path}.{name}")
 
 
 # Turns the fields that control reasoning into variables of the model's chat template.

@@ -6,12 +6,12 @@ refused unless its value asks for nothing (`unsupported`). Any other field is re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.base.typed import Fields, unsupported, unsupported_fields
+from slipstream.base.typed import Fields, InnerFields, doc, unsupported, unsupported_fields, wanted
 from slipstream.engine.model_description import ModelDescription
 from slipstream.front.inputs import InputProcessor
 from slipstream.params.sampling import SamplingParams
@@ -19,12 +19,7 @@ from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.settings import ServerSettings
 
-
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
-
-Label = Annotated[Any, _doc("a label of the client: accepted, without effect")]
+Label = Annotated[Any, doc("a label of the client: accepted, without effect")]
 
 
 class StreamOptions(Fields):
@@ -33,10 +28,43 @@ class StreamOptions(Fields):
     include_obfuscation: Annotated[Any, unsupported("events are not padded", False)] = None
 
 
+NoFields = Literal[""] | Annotated[list[Any], msgspec.Meta(max_length=0)]
+"""An empty object, as some clients write it: in PHP it is an empty list."""
+NumTokens = Annotated[int, wanted("a number of tokens", ge=0)]
+
+
+class TextFormat(InnerFields, tag="text"):
+    pass
+
+
+class ObjectFormat(InnerFields, tag="json_object"):
+    pass
+
+
+class NamedSchema(InnerFields):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[bool | None, doc("false: keywords that are not supported have no effect")] = None
+
+
+class SchemaFormat(InnerFields, tag="json_schema"):
+    json_schema: NamedSchema
+
+
+class StructuralTag(InnerFields, tag="structural_tag"):
+    format: Any = msgspec.UNSET
+    structures: Any = msgspec.UNSET
+    triggers: Any = msgspec.UNSET
+
+
+ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | StructuralTag
+
+
 class GenerationFields(Fields, kw_only=True):
     """Fields that are null or absent have the defaults of the model's generation_config.json."""
 
-    model: Annotated[str | None, _doc("a name from /v1/models; default: the first model that generates")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; default: the first model that generates")] = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -63,35 +91,33 @@ class GenerationFields(Fields, kw_only=True):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
-    cache_salt: Annotated[str | None, _doc("prompts share cached prefixes only with the same salt")] = None
+    priority: Annotated[int | None, doc("lower values are scheduled first")] = None
+    cache_salt: Annotated[str | None, doc("prompts share cached prefixes only with the same salt")] = None
     add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
-    return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, doc("in logprobs, write tokens as token_id:N")] = None
+    return_token_ids: Annotated[bool | None, doc("return the ids of prompt and output too")] = None
 
     thinking_token_budget: Annotated[
-        int | None, _doc("maximum number of reasoning tokens; then the marker that ends reasoning is written")
+        int | None, doc("maximum number of reasoning tokens; then the marker that ends reasoning is written")
     ] = None
     vllm_xargs: Annotated[
-        dict[str, Any] | None, _doc("arguments for the logits processors that the server was started with")
+        dict[str, Any] | None, doc("arguments for the logits processors that the server was started with")
     ] = None
 
-    response_format: Annotated[
-        dict[str, Any] | None, _doc("type is text, json_object, json_schema or structural_tag")
-    ] = None
+    response_format: ResponseFormat | None = None
     structured_outputs: Annotated[
-        dict[str, Any] | None, _doc("vLLM's: json, regex, choice, grammar, json_object or structural_tag")
+        dict[str, Any] | None, doc("vLLM's: json, regex, choice, grammar, json_object or structural_tag")
     ] = None
-    guided_json: Annotated[str | dict[str, Any] | None, _doc("older name of structured_outputs.json")] = None
-    guided_regex: Annotated[str | None, _doc("older name of structured_outputs.regex")] = None
-    guided_choice: Annotated[list[str] | None, _doc("older name of structured_outputs.choice")] = None
-    guided_grammar: Annotated[str | None, _doc("older name of structured_outputs.grammar")] = None
-    guided_whitespace_pattern: Annotated[str | None, _doc("whitespace in JSON, with guided_json")] = None
+    guided_json: Annotated[str | dict[str, Any] | None, doc("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[str | None, doc("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[list[str] | None, doc("older name of structured_outputs.choice")] = None
+    guided_grammar: Annotated[str | None, doc("older name of structured_outputs.grammar")] = None
+    guided_whitespace_pattern: Annotated[str | None, doc("whitespace in JSON, with guided_json")] = None
 
     use_beam_search: Annotated[
-        bool | None, _doc("search for the n likeliest outputs instead of sampling; the choices are the best first")
+        bool | None, doc("search for the n likeliest outputs instead of sampling; the choices are the best first")
     ] = None
-    length_penalty: Annotated[float | None, _doc("exponent of the length in scores of beam search; default 1")] = None
+    length_penalty: Annotated[float | None, doc("exponent of the length in scores of beam search; default 1")] = None
 
     user: Label = None
     metadata: Label = None
@@ -163,7 +189,8 @@ def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
             name = "stream_options.continuous_usage_stats"
             raise bad_request(f"{name} needs include_usage=true; set it, or remove this", param=name)
     if given.get("length_penalty") not in (None, 1):
-        raise bad_request("length_penalty is for beam search; set use_beam_search, or remove this", "length_penalty")
+        fact = "length_penalty is for beam search"
+        raise bad_request(f"{fact}; set use_beam_search, or remove this", "length_penalty", "unsupported_parameter")
     if own.get("logprobs") is None:
         for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
             if given.get(name):
@@ -171,26 +198,26 @@ def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mapping[str, str]) -> None:
-    _at_most("n", given.get("n", 1), settings.max_n, "samples")
+    def at_most(name: str, value: int, limit: int, what: str) -> None:
+        if value > limit:
+            name = names.get(name, name)
+            raise bad_request(f"{name} has {value} {what}, this server takes {limit}; send fewer", param=name)
+
+    at_most("n", given.get("n", 1), settings.max_n, "samples")
     for name in ("logprobs", "prompt_logprobs"):
         if (logprobs := given.get(name)) is not None:
-            name = names.get(name, name)
             if logprobs < 0:
+                name = names.get(name, name)
                 raise bad_request(f"{name} is {logprobs}; give 0 to {settings.max_logprobs}", param=name)
-            _at_most(name, logprobs, settings.max_logprobs, "top tokens")
+            at_most(name, logprobs, settings.max_logprobs, "top tokens")
     for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
         if values := given.get(name):
             values = [values] if isinstance(values, str) else values
-            _at_most(name, len(values), settings.max_stop, "entries")
+            at_most(name, len(values), settings.max_stop, "entries")
             if isinstance(values[0], str):
-                _at_most(name, max(map(len, values)), settings.max_stop_chars, "characters each")
-    _at_most("logit_bias", len(given.get("logit_bias", ())), settings.max_bias, "entries")
-    _at_most("cache_salt", len(given.get("cache_salt", "")), settings.max_salt_chars, "characters")
-
-
-def _at_most(name: str, value: int, limit: int, what: str) -> None:
-    if value > limit:
-        raise bad_request(f"{name} has {value} {what}, this server takes {limit}; send fewer", param=name)
+                at_most(name, max(map(len, values)), settings.max_stop_chars, "characters each")
+    at_most("logit_bias", len(given.get("logit_bias", ())), settings.max_bias, "entries")
+    at_most("cache_salt", len(given.get("cache_salt", "")), settings.max_salt_chars, "characters")
 
 
 # The request fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and older names.
@@ -204,13 +231,12 @@ _GUIDED = {
 OUTPUT_FIELDS = ("structured_outputs", *_GUIDED)
 """Fields with the shape of the whole output; that of `response_format` is for the content."""
 FIELDS = ("response_format", *OUTPUT_FIELDS)
-_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def structured_outputs(given: dict[str, Any], names: dict[str, str]) -> StructuredOutputsParams | None:
     """The required shape of the output. `names` gets the name of the field, for later errors."""
     pattern = given.get("guided_whitespace_pattern")
-    asked = [name for name in FIELDS if name in given and given[name] != {"type": "text"}]
+    asked = [name for name in FIELDS if name in given and not isinstance(given[name], TextFormat)]
     if len(asked) > 1:
         raise bad_request(f"{' and '.join(asked)} both ask for a structured output; remove one", param=asked[1])
     if not asked:
@@ -218,67 +244,18 @@ def structured_outputs(given: dict[str, Any], names: dict[str, str]) -> Structur
             name = "guided_whitespace_pattern"
             raise bad_request(f"{name} needs guided_json; set it, or remove this", param=name)
         return None
-    names["structured_outputs"] = name = asked[0]
+    name = asked[0]
+    names["structured_outputs"] = names.get(name, name)
     if name == "response_format":
-        return _response_format(given[name])
+        return _of_format(given[name])
     fields = given[name] if name == "structured_outputs" else {_GUIDED[name]: given[name]}
     return as_params(fields if pattern is None else {**fields, "whitespace_pattern": pattern})
 
 
-def _response_format(given: dict[str, Any]) -> StructuredOutputsParams:
-    kind = given.get("type")
-    if kind not in _TYPES:
-        raise _wrong("response_format.type", f"is {kind!r:.100}; give one of {', '.join(_TYPES)}")
-    if kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=given)
-    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    if unknown := given.keys() - known:
-        name = f"response_format.{min(unknown)}"
-        raise bad_request(f"there is no field {name} with type {kind}; remove it", param=name)
-    return (
-        StructuredOutputsParams(json_object=True) if kind == "json_object" else _json_schema(given.get("json_schema"))
-    )
-
-
-def _json_schema(given: object) -> StructuredOutputsParams:
-    path = "response_format.json_schema"
-    if not isinstance(given, dict):
-        raise _wrong(path, "is missing or no object; give name and schema")
-    if unknown := given.keys() - {"name", "description", "schema", "strict"}:
-        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", param=f"{path}.{min(unknown)}")
-    for name in ("name", "description"):
-        if not isinstance(given.get(name, ""), str | None):
-            raise _wrong(f"{path}.{name}", "is a label of the client; give a string")
-    schema, strict = given.get("schema"), given.get("strict")
-    if not isinstance(schema, dict):
-        raise _wrong(f"{path}.schema", "is missing or no object; give a JSON schema")
-    if strict not in (None, True, False):
-        raise _wrong(f"{path}.strict", f"is {strict!r:.100}; give true or false")
-    return StructuredOutputsParams(json=schema, lenient=strict is False)
-
-
-def _wrong(name: str, fact: str) -> Exception:
-    return bad_request(f"{name} {fact}", param=name)
-
-
-# Checks the fields of objects inside a request: messages, content parts, tools and tool calls.
-
-
-def check_fields(
-    given: Mapping[str, Any],
-    path: str,
-    known: Collection[str],
-    neutral: Mapping[str, tuple[Any, ...]] | None = None,
-) -> None:
-    """Raises for a field that the object `path` does not have. Null is accepted under any name.
-
-    `neutral`: fields of the API that are not supported, with the values that ask for nothing.
-    """
-    for field, value in given.items():
-        if value is None or field in known:
-            continue
-        name = f"{path}.{field[:100]}"
-        if neutral is None or field not in neutral:
-            raise bad_request(f"there is no field {name}; remove it", name)
-        if value not in neutral[field]:
-            raise bad_request(f"{name} is not supported; remove it", name, "unsupported_parameter")
+def _of_format(given: ResponseFormat) -> StructuredOutputsParams:
+    match given:
+        case SchemaFormat(NamedSchema(schema=schema, strict=strict)):
+            return StructuredOutputsParams(json=schema, lenient=strict is False)
+        case StructuralTag():
+            return StructuredOutputsParams(structural_tag=msgspec.to_builtins(given))
+    return StructuredOutputsParams(json_object=True)

@@ -3,69 +3,133 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from slipstream.base.errors import InvalidParams
+from slipstream.base.typed import InnerFields, untagged, wanted
 from slipstream.front.served import ServedModel
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.parsers.families import (
-    NO_PARSER,
-    detect_reasoning,
-    detect_tools,
-    reasoning_format,
-    tool_call_format,
-)
+from slipstream.parsers.families import NO_PARSER, detect_reasoning, detect_tools, reasoning_format, tool_call_format
 from slipstream.parsers.output_parser import Functions, HarmonyFormat, ReasoningFormat, ToolCallFormat
-from slipstream.serve.http.generation.fields import check_fields
-from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.generation.fields import NoFields
+from slipstream.serve.http.server.errors import as_type, bad_request
 from slipstream.serve.http.server.settings import ServerSettings
 from slipstream.text.tokenizer import Tokenizer
 
-_NAME = re.compile(r"[\w.\-]{1,128}")
-_FIELDS = {"name", "description", "parameters", "strict"}
-_ALLOWED = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}'
-_CHOICES = 'give "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+FunctionName = Annotated[
+    str, wanted("1 to 128 letters, digits, underscores, dashes or dots", pattern=r"^[\w.\-]{1,128}$(?!\n)")
+]
+
+
+class FunctionSpec(InnerFields):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | NoFields | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(InnerFields, tag="function"):
+    """A tool of OpenAI's chat API, and of others that have its format."""
+
+    function: FunctionSpec
+
+
+class CalledFunction(InnerFields):
+    """A call of an earlier answer."""
+
+    name: str
+    arguments: str
+
+
+class Named(InnerFields):
+    name: str
+
+
+class NamedFunction(InnerFields, tag="function"):
+    function: Named
+
+
+class AllowedFunctions(InnerFields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], msgspec.Meta(min_length=1)]
+
+
+class AllowedTools(InnerFields, tag="allowed_tools"):
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Annotated[Literal["auto", "none", "required"] | NamedFunction | AllowedTools, untagged("function")]
+
+
+Mode = Literal["auto", "none", "required", "function"]
+
+
+class CallChoice(NamedTuple):
+    """Which tools a model calls, of any API."""
+
+    mode: Mode = "auto"
+    function: str | None = None  # the only one to call, with the mode "function"
+    allowed: Sequence[str] | None = None  # the functions that it may call; None: all
+
+
+_DEFAULT = CallChoice()
 
 
 class Tools(msgspec.Struct, frozen=True):
     """The tools of one request, in the format of OpenAI's chat API."""
 
     listed: list[dict[str, Any]] = []
-    choice: Literal["auto", "none", "required", "function"] = "auto"
+    choice: Mode = "auto"
     function: str | None = None  # the only one to call, with the choice "function"
     parallel: bool = True  # several calls in one answer
     path: str = ".function"  # of a function in a tool of the request
 
     @classmethod
-    def check(
-        cls,
-        tools: list[Any] | None,
-        choice: str | dict[str, Any] | None,
-        parallel: bool | None,
-        *,
-        schema: str | None = None,
+    def of_chat(
+        cls, tools: list[Any] | None, choice: Any = None, parallel: bool | None = None, *, strict: bool = False
     ) -> Tools:
-        """Raises with the name of a wrong field. `schema`: the name of `parameters` in an API whose tools are functions
-        and have none."""
-        inner, schema = (".function", "parameters") if schema is None else ("", schema)
-        listed = [_check_tool(tool, f"tools[{index}]", inner, schema) for index, tool in enumerate(tools or [])]
-        names = [tool["function"]["name"] for tool in listed]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{index}]{inner}.name")
-        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-            choice, allowed = _check_allowed(choice, names)
-            listed = [tool for tool in listed if tool["function"]["name"] in allowed]
-        kind, function = _check_choice(choice, names)
-        if parallel is False and not listed:
-            name = "parallel_tool_calls"
-            raise bad_request(f"{name} needs tools; give some, or remove this", name)
-        return cls(listed, kind, function, parallel is not False, inner)
+        """Those of OpenAI's chat API, as JSON: the prompt has their fields in the order of the request. `choice`: a
+        ToolChoice. `strict`: all of them are."""
+        as_type(list[FunctionTool], tools or [], "tools")
+        functions = []
+        for tool in tools or ():
+            given = {name: value for name, value in tool["function"].items() if value is not None}
+            functions.append(given | ({"strict": True} if strict else {}))
+        return cls.of(functions, _choice(choice), parallel)
+
+    @classmethod
+    def of(
+        cls,
+        functions: Sequence[dict[str, Any]],
+        choice: CallChoice = _DEFAULT,
+        parallel: bool | None = None,
+        *,
+        path: str = ".function",
+        schema: str = "parameters",
+    ) -> Tools:
+        """`functions`: as FunctionSpec, checked by a type. `path`, `schema`: where a tool of a request has a function,
+        and the name of its parameters."""
+        names = [function["name"] for function in functions]
+        for index, function in enumerate(functions):
+            _check_schema(function.get("parameters") or {}, f"tools[{index}]{path}.{schema}")
+            if names[index] in names[:index]:
+                fact = f"tools has the function {names[index]!r} twice"
+                raise bad_request(f"{fact}; rename one", f"tools[{index}]{path}.name")
+        for name in [*(choice.allowed or ()), *([] if choice.function is None else [choice.function])]:
+            if name not in names:
+                has = f"tools has {', '.join(names) or 'no function'}"
+                raise bad_request(f"tool_choice names {name!r:.100}, and {has}", "tool_choice")
+        if choice.mode == "required" and not names:
+            raise bad_request("tool_choice demands a call, and there are no tools; give tools", "tool_choice")
+        if parallel is False and not names:
+            raise bad_request("parallel_tool_calls needs tools; give some, or remove this", "parallel_tool_calls")
+        chosen = [each for each in functions if choice.allowed is None or each["name"] in choice.allowed]
+        listed = [{"type": "function", "function": each} for each in chosen]
+        return cls(listed, choice.mode, choice.function, parallel is not False, path)
 
     @property
     def shown(self) -> list[dict[str, Any]]:
@@ -86,71 +150,21 @@ class Tools(msgspec.Struct, frozen=True):
         return [tool["function"]["name"] for tool in self.shown if tool["function"].get("strict")]
 
 
-def _check_tool(tool: Any, path: str, inner: str, schema: str) -> dict[str, Any]:
-    """`inner`: the path of the function in the tool; `schema`: its field with the parameters."""
-    shape = 'give {"type": "function", "function": {"name": ..., "parameters": ...}}'
-    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        fact = f"is of type {kind!r}, which is not supported" if kind not in (None, "function") else "is no function"
-        raise bad_request(f"{path} {fact}; {shape}", path)
-    if tool.get("type", "function") != "function":
-        raise bad_request(f"{path}.type is {tool['type']!r:.100}; {shape}", f"{path}.type")
-    if unknown := tool.keys() - {"type", "function"}:
-        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
-    function, path = tool["function"], f"{path}{inner}"
-    if unknown := function.keys() - _FIELDS:
-        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        fact = f"{path}.name is {name!r:.100}; give 1 to 128 letters, digits, underscores, dashes or dots"
-        raise bad_request(fact, f"{path}.name")
-    if not isinstance(function.get("description", ""), str | None):
-        raise bad_request(f"{path}.description is no text; give a string", f"{path}.description")
-    if not isinstance(parameters := function.get("parameters") or {}, dict):
-        raise bad_request(f"{path}.{schema} is no JSON schema; give an object", f"{path}.{schema}")
+def _choice(given: Any) -> CallChoice:
+    match given:
+        case NamedFunction(Named(name)):
+            return CallChoice("function", name)
+        case AllowedTools(AllowedFunctions(mode, tools)):
+            return CallChoice(mode, allowed=[tool.function.name for tool in tools])
+    return CallChoice(given or "auto")
+
+
+def _check_schema(schema: dict[str, Any], path: str) -> None:
+    """Raises for a schema that is too large or too deep."""
     try:
-        StructuredOutputsParams(json=parameters)  # checks size and depth
+        StructuredOutputsParams(json=schema)
     except InvalidParams as error:
-        fact = str(error).removeprefix("structured_outputs: json ")
-        raise bad_request(f"{path}.{schema} {fact}", f"{path}.{schema}") from None
-    if function.get("strict") not in (None, True, False):
-        raise bad_request(f"{path}.strict is {function['strict']!r:.100}; give true or false", f"{path}.strict")
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
-def _check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[Any, str | None]:
-    if choice is None or choice in ("auto", "none", "required"):
-        if choice == "required" and not names:
-            raise bad_request("tool_choice demands a call, and there are no tools; give tools", "tool_choice")
-        return choice or "auto", None
-    return "function", _check_named(choice, names, _CHOICES)
-
-
-def _check_named(choice: Any, names: list[str], hint: str) -> str:
-    """The name of the function that `choice`, or a part of it, refers to."""
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or choice.get("type", "function") != "function":
-        raise bad_request(f"tool_choice is {choice!r:.200}; {hint}", "tool_choice")
-    assert isinstance(function, Mapping)
-    check_fields(choice, "tool_choice", ("type", "function"))
-    check_fields(function, "tool_choice.function", ("name",))
-    if name not in names:
-        fact = f"tool_choice names {name!r:.100}"
-        raise bad_request(f"{fact}, and tools has {', '.join(names) or 'no function'}", "tool_choice")
-    return name
-
-
-def _check_allowed(choice: Mapping[str, Any], names: list[str]) -> tuple[str, list[str]]:
-    """The choice between the allowed functions, and their names."""
-    check_fields(choice, "tool_choice", ("type", "allowed_tools"))
-    allowed, hint = choice.get("allowed_tools"), f"give allowed_tools: {_ALLOWED}"
-    if not isinstance(allowed, Mapping) or not isinstance(some := allowed.get("tools"), list) or not some:
-        raise bad_request(f"tool_choice is {choice!r:.200}; {hint}", "tool_choice")
-    check_fields(allowed, "tool_choice.allowed_tools", ("mode", "tools"))
-    if (mode := allowed.get("mode")) not in ("auto", "required"):
-        raise bad_request(f"the mode of tool_choice is {mode!r:.100}; give auto or required", "tool_choice")
-    return mode, [_check_named(each, names, hint) for each in some]
+        raise bad_request(f"{path} {str(error).removeprefix('structured_outputs: json ')}", path) from None
 
 
 # ChatFormats: how a model writes reasoning and tool calls, by the server's options or the model's chat template.

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from slipstream.base.typed import unsupported
+from slipstream.base.typed import doc, unsupported
 from slipstream.front.pooling_calls import encode
 from slipstream.front.pooling_results import SparseOutput
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import PoolingParams, Task
-from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, text_messages
+from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, read_messages
 from slipstream.serve.http.pooling.run import (
     Chosen,
     Input,
@@ -41,7 +41,7 @@ class EmbeddingRequest(VectorFields, kw_only=True):
 
     input: Input | None = None
     messages: list[dict[str, Any]] | None = None
-    add_generation_prompt: Annotated[bool | None, msgspec.Meta(description="for messages; default false")] = None
+    add_generation_prompt: Annotated[bool | None, doc("for messages; default false")] = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     allow_control_tokens: AllowControlTokens = None
@@ -53,7 +53,7 @@ class EmbeddingRequest(VectorFields, kw_only=True):
 class EmbeddingObject(msgspec.Struct):
     object: str
     index: int
-    embedding: Annotated[list[float] | str, msgspec.Meta(description="a string with encoding_format base64")]
+    embedding: Annotated[list[float] | str, doc("a string with encoding_format base64")]
 
 
 class EmbeddingResponse(msgspec.Struct):
@@ -109,7 +109,7 @@ async def _message_ids(
     if body.prompt_name is not None:
         raise bad_request("prompt_name is for texts; put the prompt into the messages", "prompt_name")
     inputs, tokenizer = chosen.served.inputs, chosen.served.tokenizer
-    checked = text_messages(request, messages, tokenizer)
+    checked = read_messages(request, messages, tokenizer)
 
     def tokenise() -> list[int]:
         text = inputs.render_messages(
@@ -122,7 +122,7 @@ async def _message_ids(
         assert tokenizer is not None  # else rendering would have raised
         return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)
 
-    return await request.state.off_loop(prompt_chars(messages, body.chat_template_kwargs), tokenise)
+    return await request.state.off_loop(prompt_chars(checked, body.chat_template_kwargs), tokenise)
 
 
 def written(arrays: Iterable[Any], encoding: str | None) -> Iterator[Any]:
@@ -142,12 +142,10 @@ ROUTES = [
 
 class PoolingRequest(VectorFields, kw_only=True):
     input: Input
-    task: Annotated[Task | None, msgspec.Meta(description="a pooling task; default: the model's first")] = None
-    activation: Annotated[
-        bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")
-    ] = None
-    use_activation: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
-    softmax: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
+    task: Annotated[Task | None, doc("a pooling task; default: the model's first")] = None
+    activation: Annotated[bool | None, doc("probabilities instead of raw scores; default true")] = None
+    use_activation: Annotated[bool | None, doc("another name of activation")] = None
+    softmax: Annotated[bool | None, doc("another name of activation")] = None
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
 
@@ -162,7 +160,7 @@ class PoolingObject(msgspec.Struct):
     object: str
     data: Annotated[
         list[float | list[float] | SparseWeight] | str,
-        msgspec.Meta(description="a vector, a row per token, sparse weights, or a string with base64"),
+        doc("a vector, a row per token, sparse weights, or a string with base64"),
     ]
 
 
@@ -206,12 +204,10 @@ def sparse_weights(found: SparseOutput) -> JsonList:
 
 class ClassifyRequest(PoolFields, kw_only=True):
     input: Input
-    activation: Annotated[
-        bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")
-    ] = None
-    use_activation: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
-    softmax: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
-    prompt_name: Annotated[str | None, msgspec.Meta(description="name of a prompt of the model")] = None
+    activation: Annotated[bool | None, doc("probabilities instead of raw scores; default true")] = None
+    use_activation: Annotated[bool | None, doc("another name of activation")] = None
+    softmax: Annotated[bool | None, doc("another name of activation")] = None
+    prompt_name: Annotated[str | None, doc("name of a prompt of the model")] = None
 
 
 class ClassifyObject(msgspec.Struct):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.base.typed import unsupported
+from slipstream.base.typed import doc, unsupported
 from slipstream.front.pooling_calls import rerank, score
 from slipstream.front.pooling_inputs import PoolingInputs
 from slipstream.front.pooling_results import RerankResult
@@ -32,32 +32,28 @@ from slipstream.serve.http.server.request import Endpoint, Request, Route, post
 from slipstream.serve.http.server.response import Response, json_response
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
-
 class RerankRequest(PoolFields, kw_only=True):
     query: str
     documents: Annotated[
-        list[str | dict[str, Any]] | None, _doc("texts, or objects with a field text; the response has Cohere's format")
+        list[str | dict[str, Any]] | None, doc("texts, or objects with a field text; the response has Cohere's format")
     ] = None
-    top_n: Annotated[int | None, _doc("return only the best top_n documents")] = None
-    return_documents: Annotated[bool | None, _doc("include the texts; default true, and false under /v2")] = None
-    instruction: Annotated[str | None, _doc("for models that take one")] = None
-    max_tokens_per_doc: Annotated[int | None, _doc("truncate longer documents")] = None
-    activation: Annotated[bool | None, _doc("probabilities instead of raw scores; default true")] = None
-    use_activation: Annotated[bool | None, _doc("another name of activation")] = None
+    top_n: Annotated[int | None, doc("return only the best top_n documents")] = None
+    return_documents: Annotated[bool | None, doc("include the texts; default true, and false under /v2")] = None
+    instruction: Annotated[str | None, doc("for models that take one")] = None
+    max_tokens_per_doc: Annotated[int | None, doc("truncate longer documents")] = None
+    activation: Annotated[bool | None, doc("probabilities instead of raw scores; default true")] = None
+    use_activation: Annotated[bool | None, doc("another name of activation")] = None
     rank_fields: Annotated[Any, unsupported("only the field text of a document is read", ["text"])] = None
     max_chunks_per_doc: Annotated[Any, unsupported("documents are not split; use max_tokens_per_doc")] = None
 
-    texts: Annotated[list[str] | None, _doc("instead of documents; the response has TEI's format")] = None
-    raw_scores: Annotated[bool | None, _doc("TEI: raw scores instead of probabilities")] = None
-    return_text: Annotated[bool | None, _doc("TEI: include the texts; default false")] = None
+    texts: Annotated[list[str] | None, doc("instead of documents; the response has TEI's format")] = None
+    raw_scores: Annotated[bool | None, doc("TEI: raw scores instead of probabilities")] = None
+    return_text: Annotated[bool | None, doc("TEI: include the texts; default false")] = None
     truncate: Annotated[
-        bool | None, _doc("TEI: truncate long texts, or refuse them; default: as the model's files say")
+        bool | None, doc("TEI: truncate long texts, or refuse them; default: as the model's files say")
     ] = None
     truncation_direction: Annotated[
-        Literal["left", "right", "Left", "Right"] | None, _doc("TEI: the end at which long texts are truncated")
+        Literal["left", "right", "Left", "Right"] | None, doc("TEI: the end at which long texts are truncated")
     ] = None
 
 
@@ -212,8 +208,8 @@ ROUTES: list[Route] = [
 # POST /score and /v1/score in vLLM's format: scores of pairs of texts.
 
 Texts = str | list[str]
-_ONE = msgspec.Meta(description="one text, or as many as text_2 has")
-_OTHER = msgspec.Meta(description="another name of text_1 or text_2")
+_ONE = doc("one text, or as many as text_2 has")
+_OTHER = doc("another name of text_1 or text_2")
 
 
 class ScoreRequest(PoolFields, kw_only=True):
@@ -225,11 +221,9 @@ class ScoreRequest(PoolFields, kw_only=True):
     data_2: Annotated[Texts | None, _OTHER] = None
     queries: Annotated[Texts | None, _OTHER] = None
     documents: Annotated[Texts | None, _OTHER] = None
-    instruction: Annotated[str | None, msgspec.Meta(description="for models that take one")] = None
-    activation: Annotated[
-        bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")
-    ] = None
-    use_activation: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
+    instruction: Annotated[str | None, doc("for models that take one")] = None
+    activation: Annotated[bool | None, doc("probabilities instead of raw scores; default true")] = None
+    use_activation: Annotated[bool | None, doc("another name of activation")] = None
 
 
 class ScoreObject(msgspec.Struct):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from slipstream.base.errors import SlipstreamError
-from slipstream.base.typed import Fields, unsupported
+from slipstream.base.typed import Fields, doc, unsupported
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Pooled, Submit
 from slipstream.front.inputs import PreparedPrompt
@@ -145,22 +145,16 @@ def arrays_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
 # The request fields that pooling routes share, and their conversion to PoolingParams.
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
-
 class PoolFields(Fields, kw_only=True):
     """Fields that are null or absent have the defaults of the model's files."""
 
-    model: Annotated[str | None, _doc("a name from /v1/models; default: the best model for the task")] = None
+    model: Annotated[str | None, doc("a name from /v1/models; default: the best model for the task")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _doc("keep this many tokens, special ones included; -1: the model's limit")
+        int | None, doc("keep this many tokens, special ones included; -1: the model's limit")
     ] = None
-    truncation_side: Annotated[Literal["left", "right"] | None, _doc("the end at which a long text is truncated")] = (
-        None
-    )
-    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
-    cache_salt: Annotated[str | None, _doc("prompts share cached prefixes only with the same salt")] = None
+    truncation_side: Annotated[Literal["left", "right"] | None, doc("the end at which a long text is truncated")] = None
+    priority: Annotated[int | None, doc("lower values are scheduled first")] = None
+    cache_salt: Annotated[str | None, doc("prompts share cached prefixes only with the same salt")] = None
 
     user: Label = None
     metadata: Label = None
@@ -175,16 +169,16 @@ class VectorFields(PoolFields, kw_only=True):
     """Fields of routes that return vectors or scores."""
 
     encoding_format: Annotated[
-        Literal["float", "base64"] | None, _doc("base64: of little-endian float32; default float")
+        Literal["float", "base64"] | None, doc("base64: of little-endian float32; default float")
     ] = None
-    dimensions: Annotated[int | None, _doc("truncate vectors to this size (Matryoshka)")] = None
-    normalize: Annotated[bool | None, _doc("scale vectors to length 1")] = None
-    prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
+    dimensions: Annotated[int | None, doc("truncate vectors to this size (Matryoshka)")] = None
+    normalize: Annotated[bool | None, doc("scale vectors to length 1")] = None
+    prompt_name: Annotated[str | None, doc("name of a prompt of the model, put before each text")] = None
     embed_dtype: Annotated[Any, unsupported("values are float32", "float32")] = None
     endianness: Annotated[Any, unsupported("values are little-endian", "little", "native")] = None
 
 
-Input = Annotated[str | list[str | int | list[int]], _doc("a text, a list of token ids, or a list of either")]
+Input = Annotated[str | list[str | int | list[int]], doc("a text, a list of token ids, or a list of either")]
 
 
 class PoolUsage(msgspec.Struct):

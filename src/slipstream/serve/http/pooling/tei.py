@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
-from slipstream.base.typed import Fields
+from slipstream.base.typed import Fields, doc
 from slipstream.front.pooling_calls import encode, score
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
@@ -26,41 +26,35 @@ from slipstream.serve.http.pooling.run import (
     size_of,
 )
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
-from slipstream.serve.http.server.errors import bad_request, checked_body
+from slipstream.serve.http.server.errors import as_type, bad_request
 from slipstream.serve.http.server.request import Endpoint, Request, Route, get, post
 from slipstream.serve.http.server.response import JsonList, Response, json_array, json_response, large_response
 
 Direction = Literal["left", "right", "Left", "Right"]
 
 
-def _doc(text: str) -> msgspec.Meta:
-    return msgspec.Meta(description=text)
-
-
 class TeiFields(PoolFields, kw_only=True):
-    truncate: Annotated[bool | None, _doc("truncate long texts, or refuse them; default: as the model's files say")] = (
+    truncate: Annotated[bool | None, doc("truncate long texts, or refuse them; default: as the model's files say")] = (
         None
     )
     truncation_direction: Annotated[
-        Direction | None, _doc("the end at which long texts are truncated; default right")
+        Direction | None, doc("the end at which long texts are truncated; default right")
     ] = None
 
 
-Inputs = Annotated[
-    str | list[str | int | list[int]], _doc("a text, a list of texts, or token ids: one list or several")
-]
+Inputs = Annotated[str | list[str | int | list[int]], doc("a text, a list of texts, or token ids: one list or several")]
 
 
 class EmbedRequest(TeiFields, kw_only=True):
     inputs: Inputs
-    normalize: Annotated[bool | None, _doc("scale vectors to length 1; default true")] = None
-    prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
-    dimensions: Annotated[int | None, _doc("truncate vectors to this size (Matryoshka)")] = None
+    normalize: Annotated[bool | None, doc("scale vectors to length 1; default true")] = None
+    prompt_name: Annotated[str | None, doc("name of a prompt of the model, put before each text")] = None
+    dimensions: Annotated[int | None, doc("truncate vectors to this size (Matryoshka)")] = None
 
 
 class TokensRequest(TeiFields, kw_only=True):
     inputs: Inputs
-    prompt_name: Annotated[str | None, _doc("name of a prompt of the model, put before each text")] = None
+    prompt_name: Annotated[str | None, doc("name of a prompt of the model, put before each text")] = None
 
 
 async def embed(request: Request, body: EmbedRequest) -> Response:
@@ -108,9 +102,9 @@ async def _encode(request: Request, body: EmbedRequest | TokensRequest, task: Ta
 class PredictRequest(TeiFields, kw_only=True):
     inputs: Annotated[
         str | list[str | list[str]],
-        _doc("a text; a pair of texts as a list of two; or a list of lists, each a text or a pair"),
+        doc("a text; a pair of texts as a list of two; or a list of lists, each a text or a pair"),
     ]
-    raw_scores: Annotated[bool | None, _doc("raw scores instead of probabilities")] = None
+    raw_scores: Annotated[bool | None, doc("raw scores instead of probabilities")] = None
 
 
 class Prediction(msgspec.Struct):
@@ -255,7 +249,7 @@ async def run_default_task(request: Request, body: dict[str, Any]) -> Response:
         kind, handler = (RerankRequest, rerank_as_tei) if pooling.num_labels == 1 else (PredictRequest, predict)
     else:
         kind, handler = (TokensRequest, embed_sparse) if pooling.tasks[0] == "sparse" else (EmbedRequest, embed)
-    response: Response = await handler(request, checked_body(kind, body))
+    response: Response = await handler(request, as_type(kind, body))
     return response
 
 

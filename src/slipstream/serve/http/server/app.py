@@ -22,7 +22,7 @@ from slipstream.params.values import MAX_DEPTH, MAX_HOLDERS, is_deep_json, is_wi
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.body import ClientDisconnect, Watch, check_origin, read_form
 from slipstream.serve.http.server.error_formats import in_format_of
-from slipstream.serve.http.server.errors import HTTPException, as_http_error, bad_request, checked_body
+from slipstream.serve.http.server.errors import HTTPException, as_http_error, as_type, bad_request
 from slipstream.serve.http.server.request import Address, Request, Route
 from slipstream.serve.http.server.response import Receive, ResponseWriter, Send
 from slipstream.serve.http.server.state import State
@@ -229,7 +229,7 @@ def _decoded_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            return checked_body(decoder.type, msgspec.json.decode(body))
+            return as_type(decoder.type, msgspec.json.decode(body))
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not JSON: {error}; send JSON encoded as UTF-8") from None
     except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one

@@ -21,13 +21,12 @@ from slipstream.base.errors import (
     EngineClosed,
     EngineDead,
     ModelNotFound,
-    PromptTooLong,
     QueueFull,
     ReplicaLost,
     SlipstreamError,
     UserError,
 )
-from slipstream.base.typed import Mismatch, check
+from slipstream.base.typed import Mismatch, convert
 from slipstream.config.options import Options
 
 
@@ -95,10 +94,10 @@ def aborted() -> HTTPException:
     return HTTPException(503, "the request was aborted; send it again", code="aborted", retry_after=1)
 
 
-def checked_body(kind: Any, value: Any) -> Any:
-    """JSON that was decoded without a type, as the type of a route's body."""
+def as_type(kind: Any, value: Any, path: str = "") -> Any:
+    """JSON that was decoded without a type, as this type. `path`: its place in the body."""
     try:
-        return check(kind, value)
+        return convert(kind, value, path)
     except Mismatch as error:
         raise bad_request(str(error), error.path or None, error.code) from None
 
@@ -114,8 +113,7 @@ def as_http_error(
         return error
     if isinstance(error, UserError):
         param = None if error.param is None else names.get(error.param, error.param)
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        return bad_request(in_http(str(error), names), param, code)
+        return bad_request(in_http(str(error), names), param, error.code)
     if isinstance(error, ModelNotFound):
         return HTTPException(404, str(error), param="model", code="model_not_found")
     if isinstance(error, QueueFull):

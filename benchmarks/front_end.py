@@ -1,12 +1,13 @@
 """Cost of a front end: a real server process with a scripted core.
 
-    python benchmarks/front_end.py [--requests 6000] [--streams 64] [--tokens 256] [--json]
+    python benchmarks/front_end.py [--requests 6000] [--streams 64] [--tokens 256] [--chats] [--json]
 
 Three processes: the front end, the scripted core, and the load generator. Short requests are completions of one token,
 so each pays for HTTP, JSON, tokenization, the round trip to the core, and a response; embeddings are of the same text
 and return base64; refusals are 429 responses while the queue is full. Streams get one token per step, as fast as the
-front end accepts them. Reported are the rates that the load generator sees, and the CPU time of the front end per unit.
-On a shared machine the CPU time is the reliable figure; 1 / CPU time is the rate of a dedicated core.
+front end accepts them. With --chats also short requests and streams of each chat API, with a call and its result.
+Reported are the rates that the load generator sees, and the CPU time of the front end per unit. On a shared machine
+the CPU time is the reliable figure; 1 / CPU time is the rate of a dedicated core.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of streams")
+    parser.add_argument("--chats", action="store_true", help="also short requests and streams of each chat API")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # runs the scripted core
     args = parser.parse_args()
@@ -75,8 +77,12 @@ def main() -> None:
         with full_queue(port):
             refuse = partial(run_short, port, args.requests, args.connections, COMPLETION, b"429")
             results["refusals"] = measure(front.pid, refuse)
-        streams = partial(run_streams, port, args.streams, args.tokens, args.rounds)
-        results["streamed tokens"] = measure(front.pid, streams)
+        results["streamed tokens"] = measure(front.pid, partial(run_streams, port, *COMPLETION_STREAM, args))
+        for name, (path, body, limit) in CHATS.items() if args.chats else ():
+            short = request(path, merged(body, limit, 1, stream=False))
+            run_short(port, min(args.requests, 500), args.connections, short)
+            results[name] = measure(front.pid, partial(run_short, port, args.requests, args.connections, short))
+            results[f"{name} tokens"] = measure(front.pid, partial(run_streams, port, path, body, limit, args))
     finally:
         front.terminate()
         front.wait()
@@ -196,7 +202,54 @@ def request(path: str, body: dict[str, Any]) -> bytes:
 
 
 COMPLETION = request("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+COMPLETION_STREAM = "/v1/completions", {"prompt": PROMPT}, "max_tokens"
 EMBEDDING = request("/v1/embeddings", {"input": PROMPT, "model": "embedder", "encoding_format": "base64"})
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+ASKED = {"role": "user", "content": PROMPT}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+HISTORY = [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+    {"role": "assistant",
+     "content": [{"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "rain"}]},
+]  # fmt: skip
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": PROMPT}]},
+    {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'},
+    {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+]
+OLLAMA = [
+    ASKED,
+    {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+    {"role": "tool", "tool_name": "weather", "content": "rain"},
+]
+# route, body, and the field that limits the tokens
+CHATS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "OpenAI chat": ("/v1/chat/completions", {"messages": HISTORY, "tools": [TOOL]}, "max_tokens"),
+    "Responses": (
+        "/v1/responses",
+        {"input": ITEMS, "tools": [{"type": "function", **TOOL["function"]}], "store": False},  # type: ignore[dict-item]
+        "max_output_tokens",
+    ),
+    "Anthropic": (
+        "/v1/messages",
+        {"model": "scripted", "messages": BLOCKS, "tools": [{"name": "weather", "input_schema": SCHEMA}]},
+        "max_tokens",
+    ),
+    "Ollama": ("/api/chat", {"model": "scripted", "messages": OLLAMA, "tools": [TOOL]}, "options.num_predict"),
+    "Cohere": ("/v2/chat", {"model": "scripted", "messages": HISTORY, "tools": [TOOL]}, "max_tokens"),
+}
+
+
+def merged(body: dict[str, Any], limit: str, tokens: int, *, stream: bool) -> dict[str, Any]:
+    """The body with a number of tokens in the field `limit`."""
+    outer, _, inner = limit.partition(".")
+    return body | {"stream": stream, outer: {inner: tokens} if inner else tokens}
 
 
 @contextmanager
@@ -242,27 +295,27 @@ def run_short(port: int, count: int, connections: int, data: bytes, status: byte
     return count, count
 
 
-def run_streams(port: int, streams: int, tokens: int, rounds: int) -> tuple[int, int]:
-    data = request("/v1/completions", {"prompt": PROMPT, "max_tokens": tokens, "stream": True})
+def run_streams(port: int, path: str, body: dict[str, Any], limit: str, args: argparse.Namespace) -> tuple[int, int]:
+    data = request(path, merged(body, limit, args.tokens, stream=True))
     events = 0
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         selector = selectors.DefaultSelector()
-        for _ in range(streams):
+        for _ in range(args.streams):
             sock = socket.create_connection(("127.0.0.1", port))
             selector.register(sock, selectors.EVENT_READ)
             sock.sendall(data)
-        left = streams
+        left = args.streams
         while left:
             for key, _ in selector.select():
                 sock = key.fileobj  # type: ignore[assignment]
                 answer = sock.recv(2**18)
                 assert answer, "the front end closed a stream"
-                events += answer.count(b"data: ")
-                if b"data: [DONE]" in answer[-64:]:
+                events += answer.count(b"\ndata: ") + answer.count(b'{"model":')
+                if answer.endswith(b"0\r\n\r\n"):  # the last chunk
                     selector.unregister(sock)
                     sock.close()
                     left -= 1
-    return streams * tokens * rounds, events
+    return args.streams * args.tokens * args.rounds, events
 
 
 if __name__ == "__main__":

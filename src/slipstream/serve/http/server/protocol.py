@@ -14,104 +14,11 @@ import asyncio
 from typing import Any, Protocol
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.serve.http.server.access import Headers
 from slipstream.serve.http.server.errors import HTTPException
 from slipstream.serve.http.server.request import Address
-
-# PipeliningProtocol: bounds what a connection holds of requests that come before the answer to the one before them.
-#
-# A client may send requests without waiting for answers; they are answered one after another. uvicorn parses all that
-# it reads, also while requests wait, and reads on at each answer: 16 MB of tiny requests took 1 GB. It tells a lost
-# connection to the request that was parsed last, so that the one that runs was computed to its end.
-
-_SLICE = 2**14  # bytes that are parsed at once: they may hold some hundred requests
-_MAX_UNPARSED = 2**16  # unparsed bytes from which on nothing is read; until then a lost connection is noticed
-
-
-class PipeliningProtocol(HttpToolsProtocol):
-    """While a request waits in `pipeline`, the bytes behind it are held, unparsed."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.flow: _Flow = _Flow(transport)
-        self._unparsed = bytearray()
-        self._running: RequestResponseCycle | None = None  # the last one that was started
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        waiting = [cycle for cycle, _ in self.pipeline]
-        self.pipeline.clear()
-        self._unparsed.clear()
-        for cycle in (self._running, *waiting):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self.pipeline or self._unparsed:
-            self._hold(data)
-        else:
-            self._parse(data)
-
-    def parse_slice(self, data: bytes) -> None:
-        super().data_received(data)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if self.pipeline:
-            self.flow.resume_reading()  # paused by uvicorn, which would not notice a lost connection
-        else:
-            self._running = self.cycle
-
-    def on_response_complete(self) -> None:
-        following = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
-        if following is not None:
-            self._running = following
-        if self._unparsed and not self.pipeline:
-            self.loop.call_soon(self._parse_rest)
-
-    def _parse(self, data: bytes) -> None:
-        for start in range(0, len(data), _SLICE):
-            if self.pipeline:
-                self._hold(data[start:])
-                return
-            if start and self.transport.is_closing():
-                return
-            self.parse_slice(data[start : start + _SLICE])
-
-    def _hold(self, data: bytes) -> None:
-        self._unparsed += data
-        if len(self._unparsed) > _MAX_UNPARSED:
-            self.flow.block_reading()
-
-    def _parse_rest(self) -> None:
-        if self.transport.is_closing():
-            return
-        data = bytes(self._unparsed)
-        self._unparsed.clear()
-        self.flow.unblock_reading()
-        self._parse(data)
-
-
-class _Flow(FlowControl):
-    is_blocked = False
-
-    def block_reading(self) -> None:
-        self.is_blocked = True
-        self.pause_reading()
-
-    def unblock_reading(self) -> None:
-        self.is_blocked = False
-        self.resume_reading()
-
-    def resume_reading(self) -> None:
-        if not self.is_blocked:
-            super().resume_reading()
-
 
 _HEADER_SECONDS = 30.0
 _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
@@ -131,8 +38,12 @@ def bounded_protocol(limit: int, gate: RequestGate) -> type[BoundedProtocol]:
     return type("BoundedProtocol", (BoundedProtocol,), {"limit": limit, "gate": gate})
 
 
-class BoundedProtocol(PipeliningProtocol):
-    """The protocol of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes."""
+class BoundedProtocol(HttpToolsProtocol):
+    """The protocol of one connection. uvicorn takes a class: `bounded_protocol` makes one with these attributes.
+
+    A connection ends with its answer if another request comes before that (HTTP pipelining). A client must expect it
+    (RFC 9112, 9.3.2), none of those in use pipelines, and uvicorn would keep all of them: 1 GB of 16 MB that were sent.
+    """
 
     limit: int  # bytes of the request line and headers
     gate: RequestGate
@@ -144,6 +55,7 @@ class BoundedProtocol(PipeliningProtocol):
         self._in_headers = True
         self._header_bytes = 0  # since the end of the last request, headers or part of a body
         self._refused = False
+        self._is_ending = False  # with the answer that is under way: further bytes are dropped
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -165,6 +77,12 @@ class BoundedProtocol(PipeliningProtocol):
         if not self.transport.is_closing():  # else all of the buffer is to be read
             self._watch.stop()
         super().resume_writing()
+
+    def on_message_begin(self) -> None:
+        if not self._is_answered():
+            self._is_ending, self.cycle.keep_alive = True, False
+            raise StopParsing
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self.plain_headers = self.parser.without_offer(self.url, self.headers)  # type: ignore[attr-defined]
@@ -201,14 +119,16 @@ class BoundedProtocol(PipeliningProtocol):
         if not self._in_headers and self._timer is None:  # the rest of the body has limited time
             self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
-    def parse_slice(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
+        if self._is_ending:
+            return
         self._header_bytes += len(data)
         if self._in_headers and self._header_bytes > self.limit and b"\r\n\r\n" not in data[: self.limit]:
             self._unset_keepalive_if_required()
             self.send_400_response(f"The request line and headers have more than {self.limit} bytes.")
             return
-        super().parse_slice(data)
-        if self.transport.is_closing():
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_ending:
             return
         if not self._in_headers and self._header_bytes > self.limit:  # and this data had no part of the body
             self.send_400_response(f"More than {self.limit} bytes between parts of the body, or after it.")
@@ -341,6 +261,10 @@ class WriteWatch:
 _OFFER = (b"upgrade", b"http2-settings")
 
 
+class StopParsing(Exception):
+    """Raised by a callback: the rest of the data is not parsed."""
+
+
 class Receiver(Protocol):
     """The callbacks of the parser. At the end of headers it sets `plain_headers` to what `without_offer` returns; while
     they are not empty, headers and message have not ended."""
@@ -363,6 +287,10 @@ class PlainParser:
                     raise
                 self._renew()
                 data = headers + data[pause.args[0] :]
+            except httptools.HttpParserCallbackError as error:
+                if not isinstance(error.__context__, StopParsing):
+                    raise
+                return
 
     def without_offer(self, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Returns request line and headers of a request with an offer, without the offer; empty for other requests."""

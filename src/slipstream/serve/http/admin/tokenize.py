@@ -9,10 +9,16 @@ import msgspec
 from slipstream.base.errors import InvalidPrompt
 from slipstream.base.typed import Fields, doc
 from slipstream.front.served import POOLING_TASKS, ServedModel
-from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, read_messages
+from slipstream.serve.http.generation.conversation import (
+    OF_MESSAGES,
+    AllowControlTokens,
+    prompt_chars,
+    read_messages,
+    render_fields,
+)
 from slipstream.serve.http.pooling.run import size_of
 from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_error
-from slipstream.serve.http.server.errors import as_http_error, bad_request
+from slipstream.serve.http.server.errors import as_http_error, bad_request, check_needed
 from slipstream.serve.http.server.request import Request, get, post
 from slipstream.serve.http.server.response import JsonList, Response, json_response, large_response
 from slipstream.text.tokenizer import Tokenizer
@@ -56,8 +62,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             return await _as_tei(request, body, body.inputs)
         except Exception as error:
             raise as_tei_error(as_http_error(error, request.id, request.field_names)) from error
-    if body.prompt_name is not None:
-        raise bad_request("prompt_name needs inputs; give inputs, or remove it", "prompt_name")
+    check_needed(body, ["prompt_name"], "inputs")
     served = request.state.engine.model(body.model, *(() if body.messages is None else ("generate",)))
     tokenizer = _tokenizer(served)
     if (body.prompt is None) == (body.messages is None):
@@ -65,9 +70,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     messages: list[dict[str, Any]] = []
     if body.prompt is not None:
         request.set_input_field("prompt")
-        for name in _OF_MESSAGES:
-            if getattr(body, name) is not None:
-                raise bad_request(f"{name} needs messages; give messages, or remove it", name)
+        check_needed(body, OF_MESSAGES, "messages")
     else:
         messages = read_messages(request, body.messages or [], tokenizer)
     size = len(body.prompt) if body.prompt is not None else prompt_chars(messages, body.chat_template_kwargs)
@@ -76,14 +79,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     def tokenise() -> list[int]:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-        continues = bool(body.continue_final_message)
-        text = served.inputs.render_messages(
-            messages,
-            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-            continue_final_message=continues,
-            chat_template_kwargs=body.chat_template_kwargs,
-            allow_control_tokens=body.allow_control_tokens,
-        )
+        text = served.inputs.render_messages(messages, **render_fields(body, generates=True))
         return tokenizer.encode(text, body.add_special_tokens is True)
 
     tokens = await request.state.off_loop(size, tokenise)
@@ -94,11 +90,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 _EACH = 512  # tokens that are encoded at once
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")
 
 
 async def _as_tei(request: Request, body: TokenizeRequest, inputs: str | list[str]) -> Response:
-    for name in ("prompt", "messages", "return_token_strs", *_OF_MESSAGES):
+    for name in ("prompt", "messages", "return_token_strs", *OF_MESSAGES):
         if getattr(body, name) is not None:
             raise bad_request(f"{name} and inputs are both given; remove one of them", name)
     return await tei_tokenize(request, body.model, inputs, body.add_special_tokens is not False, body.prompt_name)

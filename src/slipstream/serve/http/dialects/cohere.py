@@ -33,6 +33,7 @@ from slipstream.serve.http.generation.dialect import (
 from slipstream.serve.http.generation.fields import Label, NumTokens, TextFormat
 from slipstream.serve.http.generation.tools import CalledFunction, Tools
 from slipstream.serve.http.pooling.embeddings import written
+from slipstream.serve.http.pooling.rerank import ApiVersion
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, choose, run, size_of, usage_of
 from slipstream.serve.http.server.error_formats import COHERE_EVENTS
 from slipstream.serve.http.server.errors import bad_request
@@ -349,12 +350,8 @@ class CohereVectors(msgspec.Struct, rename={"float_": "float"}, omit_defaults=Tr
     ubinary: list[list[int]] | None = None
 
 
-class CohereApiVersion(msgspec.Struct):
-    version: str
-
-
 class CohereEmbedMeta(msgspec.Struct):
-    api_version: CohereApiVersion
+    api_version: ApiVersion
     billed_units: dict[str, int]
 
 
@@ -387,7 +384,7 @@ async def create_cohere_embed(request: Request, body: CohereEmbedRequest) -> Res
     arrays = arrays_of(found)
     for kind in kinds:
         setattr(vectors, "float_" if kind == "float" else kind, _written(arrays, kind))
-    meta = CohereEmbedMeta(CohereApiVersion("2"), {"input_tokens": usage_of(found).prompt_tokens})
+    meta = CohereEmbedMeta(ApiVersion("2"), {"input_tokens": usage_of(found).prompt_tokens})
     return await large_response(
         request.state.pieces, CohereEmbedResponse(f"embed-{request.id}", vectors, body.texts, meta)
     )

@@ -140,6 +140,18 @@ def read_messages(
     return found
 
 
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")
+"""Request fields that need messages."""
+
+
+def render_fields(body: Any, *, generates: bool) -> dict[str, Any]:
+    """The fields OF_MESSAGES as arguments of `render_messages`. `generates`: add_generation_prompt by default, unless
+    the last message is continued."""
+    continues, given = bool(body.continue_final_message), body.add_generation_prompt
+    own = {"add_generation_prompt": generates and not continues if given is None else given}
+    return own | {"continue_final_message": continues} | {name: getattr(body, name) for name in OF_MESSAGES[2:]}
+
+
 def prompt_chars(*parts: Any) -> int:
     """The approximate length of a prompt: the characters of all text in its messages, tools and template variables,
     which may be unchecked. A number counts as one."""

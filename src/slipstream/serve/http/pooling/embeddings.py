@@ -14,7 +14,13 @@ from slipstream.front.pooling_calls import encode
 from slipstream.front.pooling_results import SparseOutput
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import PoolingParams, Task
-from slipstream.serve.http.generation.conversation import AllowControlTokens, prompt_chars, read_messages
+from slipstream.serve.http.generation.conversation import (
+    OF_MESSAGES,
+    AllowControlTokens,
+    prompt_chars,
+    read_messages,
+    render_fields,
+)
 from slipstream.serve.http.pooling.run import (
     Chosen,
     Input,
@@ -31,7 +37,7 @@ from slipstream.serve.http.pooling.run import (
     short_text,
     usage_of,
 )
-from slipstream.serve.http.server.errors import bad_request
+from slipstream.serve.http.server.errors import bad_request, check_needed
 from slipstream.serve.http.server.request import Request, post
 from slipstream.serve.http.server.response import JsonList, Response, json_array, large_response
 
@@ -74,9 +80,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     if body.messages is not None:
         given: Any = [await _message_ids(request, body, chosen, body.messages, params)]
     elif body.input is not None:
-        for name in _OF_MESSAGES:
-            if getattr(body, name) is not None:
-                raise bad_request(f"{name} needs messages; give messages, or remove it", name)
+        check_needed(body, OF_MESSAGES, "messages")
         request.set_input_field("input")
         given = body.input
     else:
@@ -95,11 +99,6 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     return await large_response(request.state.pieces, EmbeddingResponse("list", data, chosen.name, usage_of(found)))
 
 
-_OF_MESSAGES = (
-    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens",
-)  # fmt: skip
-
-
 async def _message_ids(
     request: Request, body: EmbeddingRequest, chosen: Chosen, messages: list[dict[str, Any]], params: PoolingParams
 ) -> list[int]:
@@ -112,13 +111,7 @@ async def _message_ids(
     checked = read_messages(request, messages, tokenizer)
 
     def tokenise() -> list[int]:
-        text = inputs.render_messages(
-            checked,
-            add_generation_prompt=bool(body.add_generation_prompt),
-            continue_final_message=bool(body.continue_final_message),
-            chat_template_kwargs=body.chat_template_kwargs,
-            allow_control_tokens=body.allow_control_tokens,
-        )
+        text = inputs.render_messages(checked, **render_fields(body, generates=False))
         assert tokenizer is not None  # else rendering would have raised
         return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)
 

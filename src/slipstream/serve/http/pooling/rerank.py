@@ -27,9 +27,11 @@ from slipstream.serve.http.pooling.run import (
     size_of,
 )
 from slipstream.serve.http.server.error_formats import as_tei_error
-from slipstream.serve.http.server.errors import as_http_error, bad_request
+from slipstream.serve.http.server.errors import as_http_error, bad_request, check_needed
 from slipstream.serve.http.server.request import Endpoint, Request, Route, post
 from slipstream.serve.http.server.response import Response, json_response
+
+Direction = Literal["left", "right", "Left", "Right"]
 
 
 class RerankRequest(PoolFields, kw_only=True):
@@ -52,14 +54,7 @@ class RerankRequest(PoolFields, kw_only=True):
     truncate: Annotated[
         bool | None, doc("TEI: truncate long texts, or refuse them; default: as the model's files say")
     ] = None
-    truncation_direction: Annotated[
-        Literal["left", "right", "Left", "Right"] | None, doc("TEI: the end at which long texts are truncated")
-    ] = None
-
-
-class RerankUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
+    truncation_direction: Annotated[Direction | None, doc("TEI: the end at which long texts are truncated")] = None
 
 
 class RankedDocument(msgspec.Struct, omit_defaults=True):
@@ -84,7 +79,7 @@ class RerankMeta(msgspec.Struct):
 class RerankResponse(msgspec.Struct):
     id: str
     model: str
-    usage: RerankUsage
+    usage: PoolUsage
     results: list[RankedDocument]
     meta: RerankMeta
 
@@ -123,9 +118,7 @@ def _reranker(version: str) -> Endpoint:
 async def _as_cohere(
     request: Request, body: RerankRequest, documents: list[str | dict[str, Any]], version: str
 ) -> Response:
-    for name in _TEI_FIELDS:
-        if getattr(body, name) is not None:
-            raise bad_request(f"{name} needs texts; give texts, or remove it", name)
+    check_needed(body, _TEI_FIELDS, "texts")
     chosen = choose(request, body.model, *SCORING, "classify")
     texts = [_text(index, document) for index, document in enumerate(documents)]
     raw = None if body.raw_scores is None else not body.raw_scores
@@ -139,7 +132,7 @@ async def _as_cohere(
         shown = document if isinstance(document, dict) else {"text": document}
         results.append(RankedDocument(one.index, one.score, shown if shows else None))
     meta = RerankMeta(ApiVersion(version), BilledUnits(1))
-    usage = RerankUsage(num_tokens, num_tokens)
+    usage = PoolUsage(num_tokens, num_tokens)
     return json_response(RerankResponse(f"rerank-{request.id}", chosen.name, usage, results, meta))
 
 
@@ -148,9 +141,7 @@ async def rerank_as_tei(request: Request, body: RerankRequest) -> Response:
         raise bad_request("there are no texts; give a list of them", "texts", "empty")
     if body.documents is not None:
         raise bad_request("texts and documents are both given; remove one of them", "documents")
-    for name in _COHERE_FIELDS:
-        if getattr(body, name) is not None:
-            raise bad_request(f"{name} needs documents; give documents, or remove it", name)
+    check_needed(body, _COHERE_FIELDS, "documents")
     chosen = choose(request, body.model, *SCORING, "classify")
     own = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction)
     raw = None if body.raw_scores is None else not body.raw_scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,7 +12,7 @@ from slipstream.front.pooling_calls import encode, score
 from slipstream.front.served import POOLING_TASKS
 from slipstream.params.pooling import Task
 from slipstream.serve.http.pooling.embeddings import SparseWeight, sparse_weights
-from slipstream.serve.http.pooling.rerank import RerankRequest, rerank_as_tei, tei_truncation
+from slipstream.serve.http.pooling.rerank import Direction, RerankRequest, rerank_as_tei, tei_truncation
 from slipstream.serve.http.pooling.run import (
     Chosen,
     PoolFields,
@@ -29,8 +29,6 @@ from slipstream.serve.http.server.error_formats import TeiErrorBody, as_tei_erro
 from slipstream.serve.http.server.errors import as_type, bad_request
 from slipstream.serve.http.server.request import Endpoint, Request, Route, get, post
 from slipstream.serve.http.server.response import JsonList, Response, json_array, json_response, large_response
-
-Direction = Literal["left", "right", "Left", "Right"]
 
 
 class TeiFields(PoolFields, kw_only=True):

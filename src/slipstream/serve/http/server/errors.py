@@ -89,6 +89,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return HTTPException(400, message, param=param, code=code)
 
 
+def check_needed(body: Any, names: Iterable[str], needed: str) -> None:
+    """Raises for a field that is given and has no effect without the field `needed`, which is not."""
+    for name in names:
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name} needs {needed}; give {needed}, or remove it", name)
+
+
 def aborted() -> HTTPException:
     """The error for a request that was ended, by an admin or the end of the server, before it had a result."""
     return HTTPException(503, "the request was aborted; send it again", code="aborted", retry_after=1)

@@ -29,6 +29,7 @@ OWN_PATTERNS = {  # expressions that are computed: where their text comes from
     "_Parser": "likewise",
     "_IN_QUOTES": "our quotes",
     "_pattern": "our routes",
+    "_is_within": "a type of ours",
     "with_reasoning": "names of our fields",
     "expand_text": "each part by re.escape",
     "Flags": "names of our options",

@@ -80,15 +80,18 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
 def closed_loop(llm: LLM, prompts: list[list[int]], params: PoolingParams, concurrency: int) -> None:
     """`concurrency` clients, each of which sends its next request when the previous one has completed."""
     (served,) = llm.models.values()
-    inputs, loop = served.require_pooling(), llm._sync_loop
-    feed: Iterator[Any] = iter(PoolingPrompts(inputs, [PoolingBatch(prompts, inputs.resolve(params))], llm._new_id))
+    inputs, engine, client = served.require_pooling(), llm._engine, llm._inline()
+    batches = [PoolingBatch(prompts, inputs.resolve(params))]
+    feed: Iterator[Any] = iter(PoolingPrompts(inputs, batches, engine.new_id))
     under_way, held = 0, next(feed, None)
-    while held is not None or under_way:
-        while held is not None and under_way < concurrency:
-            loop.submit(served, held, streaming=False)
-            under_way += 1
-            held = next(feed, None)
-        under_way -= sum(state.finished for state in loop.step())
+    with client.turn(), engine.read((), streaming=False) as stream:
+        while held is not None or under_way:
+            while held is not None and under_way < concurrency:
+                engine.send(stream, *held)
+                under_way += 1
+                held = next(feed, None)
+            client.step()
+            under_way -= len(stream.mailbox.take())
 
 
 if __name__ == "__main__":

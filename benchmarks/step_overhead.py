@@ -21,7 +21,6 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.messages import Submit
-from slipstream.front.request_state import OutputProcessor
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,13 +53,14 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
     ) as llm:
         core = llm.core
         core.executor.model = core.executor.heads[0].model = NoLayers()  # type: ignore[attr-defined]
-        front = OutputProcessor(None)
+        front = llm._engine
+        stream = front.read((), streaming=False)
         for i in range(rows):
             submit = Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time())
             core.submit(submit)
-            front.open(submit, None, streaming=False)
+            front.open(stream, submit, None)
         for _ in range(30):
-            front.process(core.step())
+            front.receive(core.step())
         whole, planning, hearing = [], [], []
         plan, commit = core.scheduler.plan, core.scheduler.commit
 
@@ -86,7 +86,7 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
             whole.append(spent)
             assert len(outputs) == rows
             start = time.thread_time_ns()
-            front.process(outputs)
+            front.receive(outputs)
             hearing.append(time.thread_time_ns() - start)
     return {
         "rows": rows,

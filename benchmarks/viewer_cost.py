@@ -38,7 +38,7 @@ class Viewer:
     """Reads the log of steps as a core process does for `/debug/timeline`."""
 
     def __init__(self, llm: LLM) -> None:
-        self._inspector = Inspector(llm._sync_loop.lanes)
+        self._inspector = Inspector(llm._driver.lanes)
         self._since, self._next = -1, 0.0
         self.num_steps = 0
 

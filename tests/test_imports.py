@@ -116,7 +116,7 @@ def test_a_command_loads_no_other_command():
 
 
 def test_an_engine_loads_nothing_that_only_structured_output_needs():
-    modules = ("scheduler.scheduler", "engine.core", "record.recorder", "front.inputs", "front.sync_loop")
+    modules = ("scheduler.scheduler", "engine.core", "record.recorder", "front.inputs", "transport.inline")
     loaded = load("\n".join(f"import slipstream.{name}" for name in modules), ("torch", "llguidance"))
     rest = ("slipstream.scheduler.grammar.translate", "slipstream.scheduler.grammar.schema_nodes", "numpy.random")
     assert not set(rest).intersection(loaded)

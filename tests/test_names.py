@@ -95,10 +95,7 @@ HAVE_TEXT_LINES = (
     "ops/gemm/linear/epilogue.py parsers/ serve/ text/"
 )
 HAVE_PLANS = "contracts/ dist/ engine/ ranks/ record/ runner/ scheduler/ serve/"
-HAVE_HEADS = (
-    "checkpoint/ config/ contracts/ engine/ front/vllm_names.py front/vllm_names.py nn/ ops/ record/ runner/ "
-    "serve/cli/plan.py"
-)
+HAVE_HEADS = "checkpoint/ config/ contracts/ engine/ api/vllm.py nn/ ops/ record/ runner/ serve/cli/plan.py"
 HAVE_ADMISSIONS = "config/ contracts/ ops/sampling/ ranks/ record/ runner/ scheduler/"
 HAVE_DRAFTS = (
     "config/ contracts/ engine/ handoff/ metrics/ nn/ ops/ params/ ranks/ record/ runner/ scheduler/ "

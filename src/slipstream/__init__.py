@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from slipstream.api.llm import LLM as LLM
     from slipstream.api.llm import LLMEngine as LLMEngine
     from slipstream.api.vllm import AsyncEngineArgs as AsyncEngineArgs
+    from slipstream.api.vllm import EmbedsPrompt as EmbedsPrompt
     from slipstream.api.vllm import EngineArgs as EngineArgs
+    from slipstream.api.vllm import PromptType as PromptType
+    from slipstream.api.vllm import TextPrompt as TextPrompt
+    from slipstream.api.vllm import TokensPrompt as TokensPrompt
     from slipstream.config.vllm_args import PoolerConfig as PoolerConfig
     from slipstream.front.async_engine import AsyncEngine as AsyncEngine
     from slipstream.front.beam_search import BeamSearchParams as BeamSearchParams
@@ -42,10 +46,6 @@ if TYPE_CHECKING:
     from slipstream.front.results import FlatLogprobs as FlatLogprobs
     from slipstream.front.results import Logprob as Logprob
     from slipstream.front.results import RequestOutput as RequestOutput
-    from slipstream.front.vllm_names import EmbedsPrompt as EmbedsPrompt
-    from slipstream.front.vllm_names import PromptType as PromptType
-    from slipstream.front.vllm_names import TextPrompt as TextPrompt
-    from slipstream.front.vllm_names import TokensPrompt as TokensPrompt
     from slipstream.nn.update import received_weights as received_weights
     from slipstream.params.lora import LoRARequest as LoRARequest
     from slipstream.params.pooling import PoolingParams as PoolingParams
@@ -81,7 +81,7 @@ _HOMES = {
     "PoolingOutput": "slipstream.front.pooling_results",
     "PoolingParams": "slipstream.params.pooling",
     "PoolingRequestOutput": "slipstream.front.pooling_results",
-    "PromptType": "slipstream.front.vllm_names",
+    "PromptType": "slipstream.api.vllm",
     "RequestOutput": "slipstream.front.results",
     "RequestOutputKind": "slipstream.params.sampling",
     "LoRARequest": "slipstream.params.lora",
@@ -90,9 +90,9 @@ _HOMES = {
     "ScoringRequestOutput": "slipstream.front.pooling_results",
     "StatLoggerBase": "slipstream.api.async_llm",
     "StructuredOutputsParams": "slipstream.params.structured",
-    "TextPrompt": "slipstream.front.vllm_names",
-    "EmbedsPrompt": "slipstream.front.vllm_names",
-    "TokensPrompt": "slipstream.front.vllm_names",
+    "TextPrompt": "slipstream.api.vllm",
+    "EmbedsPrompt": "slipstream.api.vllm",
+    "TokensPrompt": "slipstream.api.vllm",
     "received_weights": "slipstream.nn.update",
 }
 

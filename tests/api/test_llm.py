@@ -96,8 +96,8 @@ def test_texts_are_encoded_while_the_device_works(folder, llm, encoded, depth):
 @pytest.mark.parametrize("how", [dict(priority=[place % 2 for place in range(41)]), {}])
 def test_texts_are_encoded_before_any_runs_where_it_matters(llm, encoded, how, monkeypatch):
     """Some go first, or one may be too long."""
-    seen, step = [], llm.core.step
-    monkeypatch.setattr(llm.core, "step", lambda: (seen.append(sum(map(len, encoded))), step())[1])
+    seen, launch = [], llm.core.executor.launch
+    monkeypatch.setattr(llm.core.executor, "launch", lambda plan: (seen.append(sum(map(len, encoded))), launch(plan)))
     last = "short" if how else "x" * 55
     assert len(llm.generate([*TEXTS, last], FOUR, **how)) == 41
     assert set(seen) == {41}
@@ -142,7 +142,7 @@ def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
         patch.setattr(type(llm.tokenizer), "encode_batch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXTS, FOUR)
-    assert not llm.core.scheduler.num_running and not llm._sync_loop.outputs.states
+    assert not llm.core.scheduler.num_running and not llm._engine._requests
     llm.core.scheduler.check()
     assert texts_of(llm.generate(TEXTS, FOUR)) == wanted
 
@@ -335,7 +335,7 @@ def test_dropping_a_stream_does_not_wait_for_a_step(folder, depth, by_reader):
             threading.Thread(target=drop).start()
         running.join(PATIENCE)
         assert left_in_time == [True]
-        assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live
+        assert not llm._engine._requests and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -357,7 +357,7 @@ def test_a_stream_that_is_dropped_inside_a_step_ends_after_it(folder, depth, mon
         monkeypatch.setattr(Admitter, "admit_waiting", dropping)
         found = llm.generate([[1, 2, 3], [4, 5]], params)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
-        assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live
+        assert not llm._engine._requests and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -366,18 +366,18 @@ def test_a_call_that_waits_while_another_thread_closes_says_so(folder, call):
     llm = LLM(folder, **SMALL)
     begun = llm.stream([1, 2], FOUR)
     next(begun)
-    lock = llm._sync_loop.lock
+    lock = llm._driver.lock
 
     class ClosedMeanwhile:
         def __enter__(self):
-            llm._sync_loop.lock = lock
+            llm._driver.lock = lock
             llm.close()
             lock.acquire()
 
         def __exit__(self, *error):
             lock.release()
 
-    llm._sync_loop.lock = ClosedMeanwhile()
+    llm._driver.lock = ClosedMeanwhile()
     with pytest.raises(EngineClosed):
         if call == "generate":
             llm.generate([1, 2], FOUR)

@@ -10,7 +10,6 @@ import torch
 
 import slipstream
 from slipstream import AsyncEngine
-from slipstream.api import pooling_methods
 from slipstream.base.errors import (
     InvalidOption,
     InvalidParams,
@@ -19,6 +18,7 @@ from slipstream.base.errors import (
     RequestTooLarge,
     SlipstreamError,
 )
+from slipstream.front import async_engine
 from slipstream.params.pooling import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
@@ -264,7 +264,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
 
             yield advance
 
-        monkeypatch.setattr(pooling_methods, "progress", progress)
+        monkeypatch.setattr(async_engine, "progress", progress)
         many = [one.outputs.score for one in llm.score(firsts, seconds)]
         assert bars == [[140, 140]]  # one for all parts of the call
         wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]
@@ -418,7 +418,7 @@ def test_the_first_step_waits_only_for_those_it_has_room_for(folders, kind, monk
         launch = llm.core.executor.launch
 
         def launched(plan):
-            taken.append(len(llm._sync_loop.outputs.states))
+            taken.append(len(llm._engine._requests))
             launch(plan)
 
         monkeypatch.setattr(llm.core.executor, "launch", launched)

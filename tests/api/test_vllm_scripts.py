@@ -320,7 +320,8 @@ def test_the_asynchronous_engine(folder, llm, monkeypatch):
         keep_pace(engine.engine)
         await engine.check_health()
         with monkeypatch.context() as patch, pytest.raises(EngineDead):
-            patch.setattr(AsyncLLM, "errored", True)
+            patch.setattr(engine.engine, "failure", EngineDead("no device"))
+            assert engine.errored and not engine.is_running and engine.dead_error is engine.engine.failure
             await engine.check_health()
         await engine.pause_generation()  # before any request
         await engine.resume_generation()

@@ -69,7 +69,7 @@ def test_generate_excludes_older_objects_from_its_first_line_on(monkeypatch):
         seen.append(gc.get_freeze_count())
         raise EngineClosed("as it is called first")
 
-    llm = SimpleNamespace(_sync_loop=SimpleNamespace(check_open=check_open))
+    llm = SimpleNamespace(_driver=SimpleNamespace(check_open=check_open))
     with pytest.raises(EngineClosed):
         LLM._run(llm, None, [], None, False, None, None, None, None, add_special_tokens=True)
     assert seen[0] > 1000 and gc.get_freeze_count() == 0

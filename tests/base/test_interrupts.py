@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.front.sync_loop import interrupts_deferred, watched
+from slipstream.transport.inline import interrupts_deferred, watched
 
 pytestmark = pytest.mark.usefixtures("interrupts")
 

@@ -39,7 +39,7 @@ def test_two_replicas_give_the_results_of_one_engine_also_after_one_is_killed(fo
         (found,) = llm.beam_search([prompts[0]], beams)
         tails = {llm.get_tokenizer().decode(sequence.tokens[3:]) for sequence in found.sequences}
         assert tails == {"ab", "ba"}
-        replicas = llm._sync_loop.engine.client.replicas
+        replicas = llm._engine.client.replicas
         assert all(each.lanes[0].num_steps for each in replicas)  # both have worked
         os.kill(replicas[0].pid, signal.SIGKILL)
         again = llm.generate(prompts, PARAMS, use_tqdm=False)

@@ -11,7 +11,7 @@ import pytest
 from scripted_core import ScriptedCore, facts
 from slipstream.contracts.messages import LOGPROB, Output, Submit
 from slipstream.contracts.request import FinishReason
-from slipstream.front.request_state import OutputProcessor
+from slipstream.front.request_state import GenerationRequestState
 from slipstream.params.sampling import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer
@@ -31,9 +31,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("pace", [1, 3, 1000])
 def test_increments_make_the_whole_at_any_pace(folder, stop, logprobs, pace):
     params = SamplingParams(n=2, max_tokens=1000, stop=stop, logprobs=logprobs)
-    submit = Submit("a", [1], params, 0.0)
-    processor = OutputProcessor(Tokenizer.load(folder))
-    track = processor.open(submit, None, streaming=True)
+    track = GenerationRequestState(Submit("a", [1], params, 0.0), None, Tokenizer.load(folder), streaming=True)
     draw = random.Random(pace)
     ids = list(TEXT.encode())
     merged = {0: ("", [], []), 1: ("", [], [])}
@@ -45,7 +43,7 @@ def test_increments_make_the_whole_at_any_pace(folder, stop, logprobs, pace):
         for sample in range(2):
             told = np.array([(-1.0 - place, token, 1) for token in new], LOGPROB).tobytes()
             given = None if logprobs is None else told
-            processor.process([Output("a", sample, new, given, end)])
+            track.take(Output("a", sample, new, given, end), 0.0)
         if draw.random() < 1 / pace or track.finished:
             for increment in track.increment():
                 text, tokens, scores = merged[increment.index]
@@ -67,13 +65,13 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
     looked_up: list[int] = []
     piece = tokenizer.piece
     monkeypatch.setattr(tokenizer, "piece", lambda token: looked_up.append(token) or piece(token))
-    processor = OutputProcessor(tokenizer)
-    track = processor.open(Submit("a", [1], SamplingParams(max_tokens=1000), 0.0), None, streaming=True)
+    submit = Submit("a", [1], SamplingParams(max_tokens=1000), 0.0)
+    track = GenerationRequestState(submit, None, tokenizer, streaming=True)
     for _ in range(50):
-        processor.process([Output("a", 0, [65])])
+        track.take(Output("a", 0, [65]), 0.0)
     assert not looked_up  # it was not read
     assert [new.text for new in track.increment()] == ["A" * 50]
-    processor.process([Output("a", 0, [66])])
+    track.take(Output("a", 0, [66]), 0.0)
     assert [(new.text, new.token_ids) for new in track.increment()] == [("B", [66])]
     assert len(looked_up) == 51
 
@@ -82,10 +80,10 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
 @pytest.mark.parametrize("stop", [None, ["High"]])
 def test_an_aborted_sample_keeps_what_it_had(folder, stream, stop):
     """Also what was held back because more might come: half a stop string, half a character."""
-    processor = OutputProcessor(Tokenizer.load(folder))
-    track = processor.open(Submit("a", [1], SamplingParams(stop=stop), 0.0), None, streaming=stream)
-    processor.process([Output("a", 0, list("Hi, ö".encode())[:-1])])
-    processor.process([Output("a", 0, list(b"Hi"))])
+    submit = Submit("a", [1], SamplingParams(stop=stop), 0.0)
+    track = GenerationRequestState(submit, None, Tokenizer.load(folder), streaming=stream)
+    track.take(Output("a", 0, list("Hi, ö".encode())[:-1]), 0.0)
+    track.take(Output("a", 0, list(b"Hi")), 0.0)
     early = "".join(new.text for new in track.increment()) if stream else ""
     track.abort()
     assert track.result().outputs[0].text == "Hi, \ufffdHi" and track.finished
@@ -100,7 +98,7 @@ def test_a_reader_that_sleeps_finds_one_increment(folder):
         got = []
         async for new in stream:
             got.append(new)
-            while engine._mailboxes:
+            while engine._requests:
                 await asyncio.sleep(0)  # until all has come
         await engine.close()
         return got

@@ -36,7 +36,7 @@ def at_desk(folder, scenario, **more):
         try:
             result = await asyncio.wait_for(scenario(engine, core), PATIENCE)
             assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
-            assert not engine._mailboxes and not engine._outputs.states
+            assert not engine._requests
             return result
         finally:
             await engine.close()
@@ -48,6 +48,21 @@ async def last(stream):
     async for result in stream:
         final = result
     return final
+
+
+def test_the_end_of_a_stream_leaves_a_newer_request_with_the_same_id_alone(folder):
+    async def scenario(engine, core):
+        with engine.read([engine.inputs.prepare("x", "a", PARAMS)]) as older:
+            await core.until(lambda: core.submits)
+            core.token(core.submits[0], 65, end=FinishReason.STOP)
+            await older.wait()
+            newer = engine.read([engine.inputs.prepare("x", "b", PARAMS)])
+        with newer:
+            core.token(core.submits[0], 66, end=FinishReason.STOP)
+            (state,) = await newer.wait()
+            assert state.result().outputs[0].token_ids == [66]
+
+    at_desk(folder, scenario)
 
 
 UNSENDABLE = {
@@ -137,7 +152,7 @@ def test_a_message_that_raises_does_not_lose_the_outputs_beside_it(folder, monke
     async def scenario(engine, core):
         task = asyncio.create_task(last(engine.generate("a", PARAMS)))
         await core.until(lambda: core.submits)
-        monkeypatch.setattr(engine._outputs, "begin", lambda names: 1 // 0)
+        monkeypatch.setattr(engine, "_handle", lambda message: 1 // 0)
         name = core.submits[0].request_id
         core.say(Begun([name]), Output(name, 0, [65], finish_reason=FinishReason.STOP))
         assert (await task).outputs[0].token_ids == [65]

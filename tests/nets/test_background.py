@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-FILES = ["base/test_interrupts.py", "front/test_sync_loop.py", "serve/test_cli_chat.py"]
+FILES = ["base/test_interrupts.py", "transport/test_inline.py", "serve/test_cli_chat.py"]
 RAISED = re.compile(r"(raise_signal\(|getpid\(\), )signal\.SIGINT")
 
 

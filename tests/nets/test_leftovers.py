@@ -38,8 +38,8 @@ USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
     ),
 }
 CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
-    **dict.fromkeys(["StepEngine", "VllmMethods", "UnfinishedRequests"], "bases of public classes"),
-    **dict.fromkeys(["ModelConfigView", "VllmConfigView", "LogprobList"], "what scripts for vLLM read"),
+    **dict.fromkeys(["StepEngine", "EngineMethods", "UnfinishedRequests"], "bases of public classes"),
+    **dict.fromkeys(["ModelConfigView", "LogprobList"], "what scripts for vLLM read"),
     "TowerShape": "the scheduling of images will",
     "ScriptTokenizer": "what scripts call of transformers' tokenizers",
     **dict.fromkeys(["ProxiedRequest", "ProxiedAnswer"], "httptools calls them"),

@@ -211,7 +211,7 @@ def test_engines_that_share_experts_give_the_tokens_of_one_until_one_is_killed(t
         assert run(llm) == wanted
         stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
         next(stream)
-        replicas = llm._sync_loop.engine.client.replicas
+        replicas = llm._engine.client.replicas
         idle = next(each for each in replicas if not each.requests)
         os.kill(idle.pid, signal.SIGKILL)  # it has no request, but a part of the experts
         with pytest.raises(ReplicaLost, match="died after it had sent a part"):

@@ -208,7 +208,7 @@ def test_engines_are_processes_and_end_with_a_clear_error_when_one_is_killed(tmp
         assert [each.outputs[0].token_ids for each in outputs] == wanted
         stream = llm.stream(PROMPTS[0], params)
         next(stream)
-        replicas = llm._sync_loop.engine.client.replicas
+        replicas = llm._engine.client.replicas
         idle = next(each for each in replicas if not each.requests)
         os.kill(idle.pid, signal.SIGKILL)  # it has no request, but a part of the experts
         with pytest.raises(ReplicaLost, match="died after it had sent a part"):

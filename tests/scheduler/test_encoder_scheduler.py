@@ -7,12 +7,13 @@ import random
 import numpy as np
 import pytest
 
+from scripted_source import ScriptedSource
 from slipstream.base.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.request import FinishReason
 from slipstream.contracts.step import NO_INTS, StepResult
 from slipstream.params.pooling import PoolingParams
-from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
+from slipstream.scheduler.encoder_scheduler import MAX_TAKEN, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
 
 EMBED = PoolingParams(task="embed")
 
@@ -28,6 +29,15 @@ def make(tokens=32, rows=4, length=16, waiting=100, depth=2):
 
 def submit(scheduler, id, length=4, params=EMBED, type_start=None, caller=""):
     scheduler.submit(EncoderRequest(id, list(range(length)), params, type_start, caller=caller))
+
+
+def with_more(scheduler, lengths, params=EMBED):
+    """A caller with more prompts, of these lengths."""
+
+    def make(one):
+        return EncoderRequest(f"more{one[0]}", list(range(one[1])), params)
+
+    return ScriptedSource(scheduler.sources, enumerate(lengths), make)
 
 
 def result(plan, failed=()):
@@ -99,57 +109,43 @@ def test_rows_bound_a_step_too():
     assert [len(scheduler.plan().rows) for _ in range(3)] == [4, 4, 1]
 
 
-def refilled(scheduler, lengths, params=EMBED):
-    """A caller with more prompts, of these lengths. Returns those that are not submitted yet."""
-    waiting = list(enumerate(lengths))
-
-    def refill(most):
-        taken, waiting[:] = waiting[:most], waiting[most:]
-        for place, length in taken:
-            submit(scheduler, f"more{place}", length, params)
-        return len(taken)
-
-    scheduler.refill = refill
-    return waiting
-
-
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_refills_as_many_requests_as_fit(depth):
+def test_a_step_takes_as_many_prompts_as_fit(depth):
     scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
     submit(scheduler, "first", 8)
-    waiting = refilled(scheduler, [MIN_HALF_TOKENS // 4] * 99)
+    source = with_more(scheduler, [MIN_HALF_TOKENS // 4] * 99)
     first = scheduler.plan()
     assert first.num_tokens.tolist() == [8] + [MIN_HALF_TOKENS // 4] * 31  # full, and not parted: there are more
-    assert len(waiting) == 99 - 2 * MAX_REFILL
+    assert len(source.waiting) == 99 - 2 * MAX_TAKEN
     scheduler.check()
     sizes = [len(first.rows)]
     plans = [first]
     while (plan := scheduler.plan()) is not None:
         sizes.append(len(plan.rows))
         plans.append(plan)
-    assert sizes == [32, 32, 32, 4] and not waiting
+    assert sizes == [32, 32, 32, 4] and not source.waiting
     outputs = [output for plan in plans for output in scheduler.commit(result(plan))]
     assert len({output.request_id for output in outputs}) == 100
     scheduler.check()
 
 
-def test_a_full_step_does_not_refill():
+def test_a_full_step_takes_no_prompts():
     scheduler = make()
     for length in (16, 16):
         submit(scheduler, f"r{scheduler.num_waiting}", length)
-    waiting = refilled(scheduler, [1] * 9)
-    assert scheduler.plan().num_tokens.tolist() == [16, 16] and len(waiting) == 9
+    source = with_more(scheduler, [1] * 9)
+    assert scheduler.plan().num_tokens.tolist() == [16, 16] and len(source.waiting) == 9
     for place in range(4):
         submit(scheduler, f"s{place}", 1)
-    assert scheduler.plan().num_tokens.tolist() == [1] * 4 and len(waiting) == 9
+    assert scheduler.plan().num_tokens.tolist() == [1] * 4 and len(source.waiting) == 9
 
 
-def test_waiting_documents_of_a_query_do_not_cause_more_refills():
+def test_a_step_takes_no_more_prompts_if_documents_must_wait():
     query = PoolingParams(task="token_embed", query_key="q", query_uses=90)
     scheduler = make(rows=64)
     submit(scheduler, "query", 4, query)
-    waiting = refilled(scheduler, [1] * 90, query.with_changes(query_uses=0))
-    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - MAX_REFILL
+    source = with_more(scheduler, [1] * 90, query.with_changes(query_uses=0))
+    assert scheduler.plan().num_tokens.tolist() == [4] and len(source.waiting) == 90 - MAX_TAKEN
     assert len(scheduler.plan().rows) == 32
     scheduler.check()
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from scripted_bench import Bench
+from scripted_source import ScriptedSource
 from slipstream.base.errors import InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
 from slipstream.contracts.messages import LOGPROB
 from slipstream.contracts.request import Status
@@ -58,26 +59,20 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_after_the_last():
 
 
 @DEPTHS
-def test_no_refill_while_no_page_is_free(depth: int):
+def test_no_prompt_is_taken_while_no_page_is_free(depth: int):
     """Decoding rows must not wait while a text is tokenized that could not be admitted."""
     bench = Bench(depth, num_pages=14, max_num_seqs=8, prefix_caching=False)
-    waiting, num_asked = list(range(30)), 0
 
-    def refill(most):
-        nonlocal num_asked
-        num_asked += 1
+    def make(place):
         assert bench.cache.num_free > bench.scheduler.num_running * (depth + 1)
-        taken, waiting[:] = waiting[:most], waiting[most:]
-        for place in taken:
-            bench.submit([place] * 8, max_tokens=12)
-        return len(taken)
+        return bench.submit([place] * 8, max_tokens=12, later=True)
 
-    bench.scheduler.refill = refill
-    while waiting or bench.scheduler.has_requests():
+    source = ScriptedSource(bench.scheduler.sources, range(30), make)
+    while bench.scheduler.sources or bench.scheduler.has_requests():
         bench.step()
     for request in bench.requests:
         bench.check_tokens(request)
-    assert len(bench.requests) == 30 and num_asked > 30
+    assert len(bench.requests) == 30 and source.num_asked > 30
 
 
 def test_without_chunks_a_prompt_waits_until_it_fits_whole():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripted_bench import Bench
+from scripted_source import ScriptedSource
 from slipstream.base.errors import PromptTooLong, RequestTooLarge
 from slipstream.contracts.request import FinishReason, Status
 
@@ -94,20 +95,16 @@ def test_a_failed_result_is_reported_and_its_pages_are_unpublished():
     bench.check_tokens(again)
 
 
-def test_waiting_documents_of_a_query_do_not_cause_more_refills():
-    """A refill returns a document that must wait: the step does not refill again."""
+def test_a_step_takes_one_prompt_if_it_has_to_wait():
+    """Such as the document of a query."""
     bench = Bench(depth=1, max_num_seqs=8, max_num_batched_tokens=64)
     query = bench.pool([1] * 4, task="token_embed", query_key="q", query_uses=20)
-    waiting = list(range(20))
 
-    def refill(most):
-        taken, waiting[:] = waiting[:most], waiting[most:]
-        for place in taken:
-            bench.pool([2, place], task="token_embed", query_key="q")
-        return len(taken)
+    def document(place):
+        return [bench.pool([2, place], task="token_embed", query_key="q", later=True)]
 
-    bench.scheduler.refill = refill
-    assert len(bench.plan().rows) == 1 and len(waiting) == 19
-    assert len(bench.plan().rows) == 8 and len(waiting) == 12
+    source = ScriptedSource(bench.scheduler.sources, range(20), document)
+    assert len(bench.plan().rows) == 1 and len(source.waiting) == 19
+    assert len(bench.plan().rows) == 8 and len(source.waiting) == 12
     bench.run()
-    assert not waiting and len(bench.outputs) == 21 and bench.outputs[0].request_id == query.id
+    assert not source.waiting and len(bench.outputs) == 21 and bench.outputs[0].request_id == query.id

@@ -1,9 +1,9 @@
 import pytest
 
-from slipstream.base.errors import QueueFull
+from slipstream.base.errors import InvalidParams, QueueFull
 from slipstream.contracts.request import Request, WaitFor
 from slipstream.params.sampling import SamplingParams
-from slipstream.scheduler.waiting import WaitingQueue
+from slipstream.scheduler.waiting import PromptSources, WaitingQueue
 
 
 def request(number: int, priority: int = 0, caller: str = "") -> Request:
@@ -133,3 +133,84 @@ def test_a_full_queue_refuses_with_the_numbers():
     queue.check_room(1)
     with pytest.raises(QueueFull, match=r"2 requests are waiting and 2 samples do not fit under the limit of 3"):
         queue.check_room(2)
+
+
+class Queue(list):
+    """A queue of numbers with room for `most`, that refuses those below 0 and never has room for those over 99."""
+
+    most = 3
+
+    def submit(self, number):
+        if number < 0:
+            raise InvalidParams(f"{number} is wrong")
+        if len(self) + (self.most + 1 if number > 99 else 1) > self.most:
+            raise QueueFull("no room")
+        self.append(number)
+
+
+class Numbers:
+    def __init__(self, numbers, ready=99):
+        self.numbers, self.ready, self.error = list(numbers), ready, None
+
+    def is_ready(self):
+        return self.ready > 0
+
+    def take(self, limit):
+        count = min(limit, max(self.ready, 1))
+        taken, self.numbers = self.numbers[:count], self.numbers[count:]
+        self.ready -= len(taken)
+        return [] if self.error else taken
+
+    def fail(self, error):
+        self.error = error
+
+
+@pytest.fixture
+def queue():
+    return Queue()
+
+
+@pytest.fixture
+def sources(queue):
+    return PromptSources(queue.submit, queue)
+
+
+def test_a_prompt_that_the_full_queue_refused_is_submitted_later(queue, sources):
+    sources.add(Numbers(range(7)), is_lazy=False)
+    assert sources.take(99) == 3 and queue == [0, 1, 2] and sources.take(99) == 0
+    del queue[:2]
+    assert sources.take(99) == 2 and queue == [2, 3, 4]
+    queue.clear()
+    assert sources.take(1) == 1 and sources.take(99) == 1 and queue == [5, 6]
+    assert sources.take(99) == 0 and not sources
+
+
+def test_one_prompt_is_waited_for(queue, sources):
+    source = Numbers(range(3), ready=0)
+    sources.add(source, is_lazy=True)
+    assert not sources.is_ready() and sources.take(3) == 1
+    source.ready = 1
+    assert sources.is_ready() and sources.take(3) == 1 and queue == [0, 1]
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(-1, InvalidParams), (100, QueueFull)])
+def test_a_refused_prompt_ends_its_source_alone(queue, sources, wrong, kind):
+    queue.most = 9
+    older, source = Numbers([7, 8]), Numbers([wrong, 1])
+    sources.add(older, is_lazy=True)
+    sources.add(source, is_lazy=True)
+    sources.take(9)
+    assert queue == [7, 8] and not sources.take(9) and not sources
+    assert isinstance(source.error, kind) and older.error is None and sources.num_refused == 1
+
+
+def test_the_newest_source_comes_first_and_each_can_be_closed(queue, sources):
+    queue.most = 99
+    close_older = sources.add(Numbers(range(10, 19)), is_lazy=False)
+    close_newer = sources.add(Numbers(range(3)), is_lazy=True)
+    assert sources.is_lazy and sources.take(2) == 2 and queue == [0, 1]
+    close_newer()
+    assert not sources.is_lazy and sources.take(2) == 2 and queue == [0, 1, 10, 11]
+    close_older()
+    close_older()
+    assert not sources

@@ -136,8 +136,10 @@ class Bench:
         caller: str = "",
         words: Sequence[Sequence[int]] = (),
         lora: LoRARequest | None = None,
+        later: bool = False,
         **params: object,
     ) -> list[Request]:
+        """`later`: the caller submits them, or a source."""
         id = f"r{len(self.requests)}" if id is None else id
         sampling = SamplingParams(n=n, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
         length = min(len(prompt) + max_tokens, self.scheduler.config.max_model_len)
@@ -148,7 +150,8 @@ class Bench:
             )
             for k in range(n)
         ]  # fmt: skip
-        self.scheduler.submit(requests)
+        if not later:
+            self.scheduler.submit(requests)
         self.requests += requests
         return requests
 
@@ -160,6 +163,7 @@ class Bench:
         task: str = "embed",
         salt: str = "",
         caller: str = "",
+        later: bool = False,
         **params: object,
     ) -> Request:
         id = f"r{len(self.requests)}" if id is None else id
@@ -168,7 +172,8 @@ class Bench:
             id, list(prompt), pooling, priority=pooling.priority, caller=caller, cache_salt=salt,
             max_length=len(prompt) + 1,
         )  # fmt: skip
-        self.scheduler.submit([request])
+        if not later:
+            self.scheduler.submit([request])
         self.requests.append(request)
         return request
 

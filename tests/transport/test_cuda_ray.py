@@ -72,7 +72,7 @@ def test_ranks_on_a_gpu_of_the_cluster_come_back_after_one_is_killed(tmp_path, c
     with LLM(folder, **OPTIONS, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
         assert tokens(llm) == wanted
         os.kill(rank_pid(), signal.SIGKILL)
-        (replica,) = llm._sync_loop.engine.client.replicas
+        (replica,) = llm._engine.client.replicas
         deadline = time.monotonic() + PATIENCE
         while not replica.num_restarts:
             assert time.monotonic() < deadline, "the replica of the killed rank did not come back"

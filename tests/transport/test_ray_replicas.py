@@ -69,7 +69,7 @@ def test_ranks_on_two_nodes_come_back_after_one_node_is_lost(tmp_path, cluster, 
         assert len(set(group["bundles_to_node_id"].values())) == len(group["bundles"]) == 2  # a bundle per rank
         cluster.remove_node(cluster.second, allow_graceful=False)
         cluster.add_node(**NODE)
-        (replica,) = llm._sync_loop.engine.client.replicas
+        (replica,) = llm._engine.client.replicas
         deadline = time.monotonic() + 120
         while not replica.num_restarts:
             assert time.monotonic() < deadline, "the replica of the lost node did not come back"

@@ -241,7 +241,7 @@ def test_requests_without_output_run_again_and_others_end(folder):
         dead.token(started, 5)
         victims = {1: sent, 2: fresh, 3: other}
         with_output = victims.pop(started.prompt_token_ids[0])
-        while not engine._outputs.states[started.request_id].num_tokens:
+        while not engine._requests[started.request_id].num_tokens:
             await asyncio.sleep(0)
         dead.transport.abort()
         with pytest.raises(ReplicaLost, match="replica 0 died"):

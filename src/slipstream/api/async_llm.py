@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.base.errors import EngineDead, InvalidParams
+from slipstream.api.vllm import ModelConfigView, VllmConfigView, check_unused, refuse_unused
+from slipstream.base.errors import InvalidParams
 from slipstream.engine.core import EngineCore
 from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.inputs import Prompt
 from slipstream.front.pooling_results import PoolingRequestOutput, as_plain
 from slipstream.front.results import CompletionOutput, RequestOutput
-from slipstream.front.router import control
-from slipstream.front.vllm_names import (
-    ModelConfigView,
-    VllmConfigView,
-    check_unused,
-    refuse_running_reset,
-    refuse_unused,
-)
+from slipstream.front.router import control, fall_asleep
 from slipstream.metrics.stats import ModelStats
 from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
@@ -107,14 +102,11 @@ class AsyncLLM:
             ended = CompletionOutput(0, "", [], finish_reason="abort")
             yield RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [], None, [ended], True)
             return
-        self._begin(request_id)
-        try:
+        with self._unfinished(request_id):
             how: dict[str, Any] = {"priority": priority or None, "lora_request": lora_request}
             async for result in self.engine.generate(prompt, sampling_params, request_id, **how):
                 self._stat_loggers.record()
                 yield result
-        finally:
-            self._end(request_id)
 
     async def encode(
         self,
@@ -128,13 +120,10 @@ class AsyncLLM:
         """Yields one result."""
         check_unused(unused, *_UNUSED)
         await self._resumed.wait()
-        self._begin(request_id)
-        try:
+        with self._unfinished(request_id):
             for found in await self.engine.encode([prompt], pooling_params, lora_request=lora_request):
                 found.request_id = request_id
                 yield as_plain(found)
-        finally:
-            self._end(request_id)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Ends one request or several: their last result has the finish reason abort. Unknown ids are ignored.
@@ -188,8 +177,6 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raises EngineDead if the engine has failed, EngineClosed if it is closed."""
         self.engine.check()
-        if self.errored:
-            raise EngineDead("the engine has failed; start another one")
 
     async def do_log_stats(self) -> None:
         """Lets the loggers of `stat_loggers` log."""
@@ -201,32 +188,28 @@ class AsyncLLM:
     @property
     def model_config(self) -> ModelConfigView:
         """The configuration of the first model."""
-        return ModelConfigView(self.engine.config)
+        return ModelConfigView.of(self.engine.config)
 
     @property
     def vllm_config(self) -> VllmConfigView:
         """The configuration of the first model."""
-        return VllmConfigView(self.engine.config)
+        return VllmConfigView.of(self.engine.config)
 
     @property
     def output_processor(self) -> UnfinishedRequests:
         return UnfinishedRequests(self._running)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Running requests keep their pages."""
+        """See `LLM.reset_prefix_cache`."""
         refuse_unused(reset_connector=reset_connector)
-        if reset_running_requests:
-            refuse_running_reset()
-        await self.engine.reset_prefix_cache()
+        await self.engine.reset_prefix_cache(reset_running_requests)
         return True
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "keep"] = "abort") -> None:
         """See `LLM.sleep`."""
         if mode not in ("abort", "keep"):
             raise InvalidParams(f"sleep takes mode abort or keep, not {mode!r:.50}", param="mode")
-        if mode == "abort":
-            await self.engine.abort_all()
-        await control(self.engine, "sleep", level=level)
+        await fall_asleep(self.engine, level, mode)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         await control(self.engine, "wake_up", tags=tags)
@@ -273,14 +256,16 @@ class AsyncLLM:
         else:
             self._closing = loop.create_task(self.engine.close())
 
-    def _begin(self, request_id: str) -> None:
+    @contextmanager
+    def _unfinished(self, request_id: str) -> Iterator[None]:
         self._running.add(request_id)
         self._idle.clear()
-
-    def _end(self, request_id: str) -> None:
-        self._running.discard(request_id)
-        if not self._running:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            self._running.discard(request_id)
+            if not self._running:
+                self._idle.set()
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
@@ -351,7 +336,7 @@ class StatLoggers:
         self._core = core
         self._stats = stats
         self._last = dict.fromkeys(("prompt", "generation", "preempted", "queries", "hits"), 0)
-        self.loggers = [make(VllmConfigView(core.config), 0) for make in factories]
+        self.loggers = [make(VllmConfigView.of(core.config), 0) for make in factories]
         for logger in self.loggers:
             logger.log_engine_initialized()
 

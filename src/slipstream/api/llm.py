@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
 
-from slipstream.api.pooling_methods import PoolingMethods
-from slipstream.api.vllm import StepEngine, VllmMethods
+from slipstream.api.engine_methods import EngineMethods, StepEngine
+from slipstream.api.vllm import NOT_SUPPORTED, check_unused
 from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt
 from slipstream.base.log import progress
 from slipstream.base.processes import frozen_gc
@@ -21,34 +21,34 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.core import EngineCore
+from slipstream.front.async_engine import AsyncEngine
 from slipstream.front.beam_search import (
-    BeamGrammar,
     BeamGrammars,
     BeamSearch,
     BeamSearchOutput,
     BeamSearchParams,
-    BeamStep,
+    Entries,
+    search_to_the_end,
 )
-from slipstream.front.core_state import AdapterNames
 from slipstream.front.in_process import build_served, configs
-from slipstream.front.inputs import InputProcessor, Message, Prompt
+from slipstream.front.inputs import InputProcessor, Message, PreparedPrompt, Prompt
+from slipstream.front.loop_thread import LoopThread
+from slipstream.front.pooling_results import PoolingRequestOutput, as_plain
 from slipstream.front.prompts import GenerationPrompts, as_batch, per_prompt
-from slipstream.front.replica_loop import ReplicaLoop
-from slipstream.front.request_state import GenerationRequestState
-from slipstream.front.results import Logprob, RequestOutput
-from slipstream.front.served import FrontEndArgs, ServedModel, choose
-from slipstream.front.sync_loop import SyncLoop
-from slipstream.front.vllm_names import check_unused, refuse_unused
+from slipstream.front.request_state import GenerationRequestState, RequestStream
+from slipstream.front.results import RequestOutput
+from slipstream.front.served import FrontEndArgs, ServedModel
+from slipstream.metrics.stats import ModelStats
 from slipstream.params.lora import LoRARequest
 from slipstream.params.sampling import SamplingParams
 from slipstream.record.record_file import write_private
 from slipstream.record.step_log import StepLog, chrome_trace, stop
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.transport.replicas import has_replicas
+from slipstream.transport.inline import InlineClient
+from slipstream.transport.replicas import ReplicaClient, has_replicas, open_replicas
 
 if TYPE_CHECKING:
     from slipstream.api.vllm import EngineArgs
-    from slipstream.metrics.prometheus import Metric
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -56,7 +56,38 @@ OnResult = Callable[[int, RequestOutput], None]
 OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(PoolingMethods, VllmMethods):
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def waits_for(
+    method: Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[LLM, P], T]:
+    """The method of `LLM` that runs this one of its engine, and waits for the result. It shows its progress, unless
+    `use_tqdm` is False."""
+
+    @wraps(method)
+    def call(llm: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        kwargs.setdefault("use_tqdm", True)
+        with frozen_gc():  # results are objects too
+            return llm._driver.call(method(llm._engine, *args, **kwargs))
+
+    return call
+
+
+def with_tensors(
+    method: Callable[P, Coroutine[Any, Any, list[PoolingRequestOutput[Any]]]],
+) -> Callable[P, Coroutine[Any, Any, list[PoolingRequestOutput[Any]]]]:
+    """The same call, with a `PoolingOutput` also for vectors and classes."""
+
+    @wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> list[PoolingRequestOutput[Any]]:
+        return [as_plain(one) for one in await method(*args, **kwargs)]
+
+    return call
+
+
+class LLM(EngineMethods):
     """An engine with one or more models, to call from Python.
 
         with LLM() as llm:
@@ -72,6 +103,8 @@ class LLM(PoolingMethods, VllmMethods):
     alternate result by result, and `close` waits for the current call.
     """
 
+    _step_engine: StepEngine | None = None
+
     def __init__(
         self,
         model: str | None = None,
@@ -82,32 +115,36 @@ class LLM(PoolingMethods, VllmMethods):
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # offline calls have no inter-token latency to keep
-        self._front_end = front_end = FrontEndArgs.take(options)
+        front_end = FrontEndArgs.take(options)
         given = options_of(model, models, options)
-        self._request_numbers = itertools.count()
-        self._adapter_names = AdapterNames()
         self._beam_grammars = BeamGrammars()
-        self._sync_loop: SyncLoop | ReplicaLoop
-        self.cores: dict[str, EngineCore] = {}  # empty with replicas, which run in other processes
+        driver: InlineClient | LoopThread
         if has_replicas(given):
-            self._sync_loop = replicas = ReplicaLoop(given)
-            self.models = replicas.engine.models
-            front_end.apply(self.models.values())
-            self._configs = configs(given)
-            # also without a call of `close`
-            self._free = weakref.finalize(self, _close_in, os.getpid(), replicas.close)
-            return
-        lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
+            source = open_replicas(given)
+            driver = LoopThread(lambda: ReplicaClient(source, source.count))
+            super().__init__(driver.engine, driver, {}, configs(given), front_end)
+        else:
+            lanes, served = build_served(given, progress=use_tqdm_on_load, device=_device)
+            driver = InlineClient(lanes, sends_begun=front_end.disable_log_stats is False)
+            own = {name: core.config for name, core in lanes.cores.items()}
+            super().__init__(AsyncEngine(client=driver), driver, lanes.cores, own, front_end)
+            self._engine.models |= served
+            self._engine.stats |= {name: ModelStats() for name in lanes.cores}
+            self._engine.counts = front_end.disable_log_stats is False
+        self._engine.id_prefix = ""  # as in vLLM
+        self.models = self._engine.models
         front_end.apply(self.models.values())
-        self.cores = lanes.cores
-        self._configs = {name: core.config for name, core in self.cores.items()}
-        self._sync_loop = SyncLoop(lanes, with_stats=front_end.disable_log_stats is False)
-        self._free = weakref.finalize(self, _close_in, os.getpid(), lanes.close)
+        # also without a call of `close`
+        self._free = weakref.finalize(self, _close_in, os.getpid(), driver.shut_down)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**engine_args.given())
 
     @property
     def core(self) -> EngineCore:
         """The core of the first model."""
-        self._sync_loop.check_open()
+        self._driver.check_open()
         if not self.cores:
             raise InvalidOption(
                 "the cores of replicas are in other processes; set data_parallel_size to 1, without ray"
@@ -219,17 +256,27 @@ class LLM(PoolingMethods, VllmMethods):
         """Searches for the likeliest continuations of each prompt. `concurrency_limit`: prompts searched at once."""
         served = self._model(model, "generate")
         step = params.of_step(served.description)
-        prepared = [served.inputs.prepare(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
+        prepared = [served.inputs.prepare(self._engine.new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
         if any(each.prompt_embeds is not None for each in prepared):
             raise InvalidPrompt("beam_search extends token ids, and a prompt is prompt_embeds; use generate")
         searches = [BeamSearch(each.prompt_token_ids, params, served.description) for each in prepared]
         grammar = self._beam_grammars.compile(served, params)
         at_once = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         parts = [searches[start : start + at_once] for start in range(0, len(searches), at_once)]
-        generate = partial(self.generate, use_tqdm=False, lora_request=lora_request, model=model)
-        with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
+
+        async def generate(beams: Sequence[list[int]], each: Sequence[SamplingParams]) -> list[Entries]:
+            source = GenerationPrompts(
+                served.inputs, beams, each, self._engine.new_id, adapters=[lora_request] * len(beams)
+            )
+            states = await self._engine.run(source, served)
+            return [state.samples[0].logprobs[0] for state in states]
+
+        async def search() -> None:
             for part in parts:
-                search_to_the_end(part, step, grammar, generate, advance)
+                await search_to_the_end(part, step, grammar, generate, advance=advance)
+
+        with progress(params.max_tokens * len(parts), "steps", use_tqdm) as advance:
+            self._driver.call(search())
         results = [BeamSearchOutput(search.result()) for search in searches]
         if (tokenizer := served.tokenizer) is not None:
             for sequence in (each for result in results for each in result.sequences):
@@ -261,19 +308,16 @@ class LLM(PoolingMethods, VllmMethods):
         text = served.inputs.render_chat(messages, **template)
         return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Clears the prefix caches of all models. Returns True.
-
-        Running requests keep their pages; with `reset_running_requests` they are computed again from their tokens.
-        """
-        refuse_unused(reset_connector=reset_connector)
-        self._sync_loop.reset_prefix_cache(reset_running_requests=reset_running_requests)
-        return True
+    encode = waits_for(with_tensors(AsyncEngine.encode))
+    embed = waits_for(AsyncEngine.embed)
+    classify = waits_for(AsyncEngine.classify)
+    score = waits_for(AsyncEngine.score)
+    rerank = waits_for(AsyncEngine.rerank)
 
     def save_record(self, path: str | Path, *, model: str | None = None, redact: bool = False) -> None:
         """Writes the last steps to a file, for `slipstream replay`. `redact`: without token ids and texts."""
-        with self._own_loop().turn():
-            core = self.core if model is None else self.cores[self._model(model).base_name]
+        with self._inline().turn():
+            core = self.core if model is None else self.cores[self._engine.model(model).base_name]
             if core.recorder is None:
                 raise InvalidOption("record_steps is 0, so nothing is recorded; give a number of steps")
             write_private(Path(path), core.recorder.take().encode(redact=redact))
@@ -281,29 +325,51 @@ class LLM(PoolingMethods, VllmMethods):
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
         """Writes times of all steps within the `with` block to a file, which ui.perfetto.dev opens."""
-        loop = self._own_loop()
-        with loop.turn():
+        client = self._inline()
+        with client.turn():
             log = StepLog(self.cores)
         try:
             yield
         finally:
-            with loop.turn():
+            with client.turn():
                 stop(self.cores)
             Path(path).write_bytes(chrome_trace(log.models, list(log.steps)))
 
     def close(self) -> None:
         """Frees the model, the cache and the device's thread. Waits for the call of another thread. In a fork of the
         process that made the LLM it does nothing."""
-        if self._sync_loop.pid != os.getpid():
+        driver = self._driver
+        if driver.pid != os.getpid():
             return
-        if isinstance(self._sync_loop, SyncLoop):
-            self._sync_loop.check_no_step()
-        with self._sync_loop.lock:
-            if not self._sync_loop.closed:
-                self._sync_loop.close()
+        driver.check_no_step()
+        with driver.lock:
+            if not driver.closed:
                 self._free()
                 self._beam_grammars.close()
                 self.cores.clear()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The defaults of the model's generation_config.json."""
+        return self.inputs.default_params()
+
+    def get_world_size(self) -> int:
+        return 1
+
+    @property
+    def llm_engine(self) -> StepEngine:
+        """The same engine, one step at a time."""
+        if self._step_engine is None:
+            self._inline()
+            self._step_engine = StepEngine(self)
+        return self._step_engine
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only for names that the class does not have."""
+            if (reason := NOT_SUPPORTED.get(name)) is not None:
+                raise AttributeError(f"LLM.{name} is not supported: {reason}")
+            raise AttributeError(f"LLM has no attribute {name!r}")
 
     def __enter__(self) -> LLM:
         return self
@@ -327,21 +393,22 @@ class LLM(PoolingMethods, VllmMethods):
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        self._sync_loop.check_open()
+        self._driver.check_open()
+        engine = self._engine
         # every prompt is checked before the first one runs; texts may be tokenised while the device computes
         source = GenerationPrompts(
             served.inputs,
             prompts,
             per_prompt("sampling_params", sampling_params, len(prompts)),
-            self._new_id,
+            engine.new_id,
             priorities=per_prompt("priority", priority, len(prompts)),
             salts=per_prompt("cache_salt", cache_salt, len(prompts)),
             adapters=per_prompt("lora_request", served.lora if lora_request is None else lora_request, len(prompts)),
             add_special_tokens=add_special_tokens,
         )
-        submits = source if source.is_sure else list(source)
-        with self._sync_loop.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
-            follows = self._sync_loop.may_follow(served, source.prepared)
+        if not source.is_sure or engine.inline is None:
+            source.finish()
+        with progress(len(prompts), "prompts", use_tqdm) as advance:
             numbers: dict[str, int] = {}
             if on_result is not None:
                 numbers = {message.request_id: number for number, (message, _) in enumerate(source.prepared)}
@@ -351,7 +418,7 @@ class LLM(PoolingMethods, VllmMethods):
                 if on_result is not None:
                     on_result(numbers[state.id], state.result())
 
-            states = self._sync_loop.run(served, submits, done, follows=follows)
+            states = self._driver.call_back(partial(engine.run, source, served), done)
         return [state.result() for state in states]
 
     def _stream(
@@ -363,21 +430,36 @@ class LLM(PoolingMethods, VllmMethods):
         *,
         add_special_tokens: bool,
     ) -> Iterator[RequestOutput]:
-        self._sync_loop.check_open()
+        self._driver.check_open()
         prepared = served.inputs.prepare(
-            self._new_id(),
-            prompt,
-            params,
-            lora_request=lora_request or served.lora,
-            add_special_tokens=add_special_tokens,
+            self._engine.new_id(), prompt, params, lora_request=lora_request, add_special_tokens=add_special_tokens
         )
-        yield from self._sync_loop.stream(served, prepared)
-
-    def _new_id(self) -> str:
-        return str(next(self._request_numbers))  # as in vLLM
+        yield from follow(self._driver, self._engine, prepared, served.description.name)
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
-        return choose(self.models, name, *tasks, adapters=self._adapter_names.of(self.models))
+        return self._engine.model(name, *tasks)
+
+
+def follow(
+    driver: InlineClient | LoopThread, engine: AsyncEngine, prepared: PreparedPrompt, model: str
+) -> Iterator[RequestOutput]:
+    """Yields the results of one request as they grow. Closing the iterator aborts the request."""
+
+    async def next_result() -> tuple[RequestOutput | None, bool]:
+        (state,) = await stream.mailbox.get()
+        return state.next_result(), state.finished
+
+    stream: RequestStream[GenerationRequestState] = driver.do(lambda: engine.read([prepared], model))
+    reader = threading.get_ident()
+    try:
+        finished = False
+        while not finished:
+            reader = threading.get_ident()
+            result, finished = driver.call(next_result())
+            if result is not None:
+                yield result
+    finally:
+        driver.later(partial(engine.end, stream, failed=False), in_reader=reader == threading.get_ident())
 
 
 def _close_in(pid: int, close: Callable[[], None]) -> None:
@@ -387,8 +469,6 @@ def _close_in(pid: int, close: Callable[[], None]) -> None:
 
 
 # LLMEngine: vLLM's engine of one step at a time.
-
-T = TypeVar("T")
 
 
 class LLMEngine(StepEngine):
@@ -402,78 +482,9 @@ class LLMEngine(StepEngine):
     """
 
     def __init__(self, llm: LLM) -> None:
-        super().__init__(llm.models, llm._own_loop())
+        super().__init__(llm)
         self.llm = llm
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
         return cls(LLM.from_engine_args(engine_args))
-
-    # methods of `LLM`
-
-    def get_metrics(self) -> list[Metric]:
-        return self.llm.get_metrics()
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        self.llm.start_profile(profile_prefix)
-
-    def stop_profile(self) -> None:
-        self.llm.stop_profile()
-
-    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
-        return self.llm.apply_model(func)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        return self.llm.collective_rpc(method, timeout, args, kwargs)
-
-
-# Beam search by calls of an engine in the caller's thread: each call generates one token for every beam.
-#
-# The HTTP routes have the same search over requests that run at once (`serve/http/generation/beam.py`).
-
-
-class Generate(Protocol):
-    def __call__(
-        self, prompts: Sequence[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[RequestOutput]: ...
-
-
-def search_to_the_end(
-    searches: Sequence[BeamSearch],
-    step: SamplingParams,
-    grammar: BeamGrammar | None,
-    generate: Generate,
-    advance: Callable[[int], object],
-) -> None:
-    """Runs searches side by side until all are finished. `step`: parameters of a call; `advance` gets the number of
-    beams after each call."""
-    while beams := [beam.tokens for search in searches for beam in search.beams]:
-        steps = [BeamStep(step)] * len(beams)
-        if grammar is not None:
-            starts = [search.num_prompt for search in searches for _ in search.beams]
-            steps = grammar.steps(step, beams, starts)
-        entries = [
-            own.kept(_entries(output))
-            for own, output in zip(steps, generate(beams, [own.params for own in steps]), strict=True)
-        ]
-        for index, own in enumerate(steps):
-            if not entries[index]:
-                (output,) = generate([beams[index]], own.again())
-                entries[index] = own.kept(_entries(output))
-        rest = iter(entries)
-        for search in searches:
-            search.take([next(rest) for _ in search.beams])
-        advance(len(beams))
-
-
-def _entries(output: RequestOutput) -> Mapping[int, Logprob]:
-    """The likeliest tokens of a request for one token."""
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None, "a step of a beam search asks for logprobs"
-    return logprobs[0]

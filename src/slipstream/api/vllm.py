@@ -1,249 +1,175 @@
-"""VllmMethods: small methods of vLLM's LLM, and the reasons of those that this one lacks."""
+"""vLLM's names besides LLM and its relatives: arguments, prompts, configurations, and what methods have no use for.
+
+docs/vllm.md lists what each does here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypeVar, get_args, get_type_hints
+import sys
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, Self, TypedDict, get_args, get_type_hints
 
-from slipstream.base.errors import InvalidOption, InvalidParams
+import msgspec
+
+from slipstream.base.errors import InvalidParams
+from slipstream.checkpoint.model_info import ModelInfo
+from slipstream.config.config import EngineConfig
 from slipstream.config.options import Options
 from slipstream.config.vllm_args import NO_EFFECT, REFUSED, TRANSLATED
-from slipstream.contracts.messages import Abort
-from slipstream.engine.core import EngineCore
-from slipstream.engine.lanes import lane_stats
-from slipstream.front.inputs import Prompt
-from slipstream.front.request_state import RequestState
-from slipstream.front.results import RequestOutput
-from slipstream.front.served import FrontEndArgs, ServedModel, choose
-from slipstream.front.sync_loop import SleepMode, SyncLoop
-from slipstream.front.vllm_names import ModelConfigView, VllmConfigView, refuse_unused
-from slipstream.params.lora import LoRARequest
-from slipstream.params.sampling import SamplingParams
-from slipstream.params.values import check_text
-from slipstream.text.script_tokenizer import ScriptTokenizer
-
-if TYPE_CHECKING:
-    from slipstream.metrics.prometheus import Metric
+from slipstream.front.served import FrontEndArgs
 
 
-# StepEngine: the methods of vLLM's LLMEngine, which runs one step at a time, over the loop of an LLM.
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
 
 
-class StepEngine:
-    """Requests are added at any time, and every `step` advances all of them."""
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # its text, for the result
+    cache_salt: str
 
-    def __init__(self, models: Mapping[str, ServedModel], loop: SyncLoop) -> None:
-        self.models = models
-        self._loop = loop
-        self._states: dict[str, RequestState] = {}
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: None = None,
-        trace_headers: None = None,
-    ) -> str:
-        """Submits a request. Its results come from `step`, by `output_kind` of the parameters. Returns the id."""
-        refuse_unused(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
-        check_text("request_id", request_id)
-        if request_id in self._states:
-            raise InvalidParams(f"request id {request_id!r} is in use; give another one", param="request_id")
-        if not isinstance(params, SamplingParams):
-            raise InvalidParams("LLMEngine generates text; for pooling use LLM.encode", param="params")
-        served = choose(self.models, None, "generate")
-        prepared = served.inputs.prepare(
-            request_id, prompt, params, priority=priority or None, lora_request=lora_request
+class EmbedsPrompt(TypedDict, total=False):
+    prompt_embeds: Any  # a torch tensor or numpy array [tokens, hidden size]
+    prompt: str  # its text, for the result
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+
+_UNUSED = {
+    "tokenization_kwargs": "give truncate_prompt_tokens in the parameters",
+    "mm_processor_kwargs": "models read text only",
+    "trace_headers": "traces are those of slipstream serve",
+    "data_parallel_rank": "one device runs the whole model",
+    "reasoning_ended": "a thinking budget follows the text of the prompt",
+    "reset_connector": "cached pages of other engines are copied when they are used",
+    "reasoning_parser_kwargs": "parsers have no arguments",
+}
+
+
+def check_unused(given: Mapping[str, Any], *known: str) -> None:
+    """Raises for arguments of a method that are not in this list, or whose value is not None or empty."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unexpected argument {name!r}")
+    refuse_unused(**given)
+
+
+def refuse_unused(**given: Any) -> None:
+    """Raises for an argument of vLLM that this engine does not use, unless it is None or empty."""
+    for name, value in given.items():
+        if value not in (None, {}, [], False):
+            raise InvalidParams(f"{name} is not supported: {_UNUSED[name]}", param=name)
+
+
+# The fields of vLLM's model_config and vllm_config that scripts read.
+
+
+class ModelConfigView(msgspec.Struct, frozen=True):
+    model: str
+    tokenizer: str
+    served_model_name: str
+    max_model_len: int
+    seed: int
+    enforce_eager: bool
+    enable_sleep_mode: bool
+    dtype: Any  # a torch dtype
+    head_dtype: Any  # a torch dtype: scores behind a pooling are computed in float32 at least
+    architecture: str
+    runner_type: str  # generate or pooling
+    embedding_size: int  # values of an embedding
+    hf_config: SimpleNamespace
+    """The fields of config.json; `id2label` has numbers as keys, as in transformers. A GGUF file has none: see the
+    methods."""
+    _info: ModelInfo
+    is_encoder_decoder: bool = False
+    is_multimodal_model: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        model, info, torch = config.model, config.model.info, sys.modules["torch"]
+        dtype, fields = getattr(torch, model.dtype), dict(info.extra)
+        if isinstance(labels := fields.get("id2label"), dict):
+            fields["id2label"] = {int(key): label for key, label in labels.items()}
+        return cls(
+            model=model.path,
+            tokenizer=model.path,
+            served_model_name=model.name,
+            max_model_len=config.scheduler.max_model_len,
+            seed=config.scheduler.seed,
+            enforce_eager=config.device.eager,
+            enable_sleep_mode=config.device.sleep_mode,
+            dtype=dtype,
+            head_dtype=dtype if model.generates else torch.promote_types(dtype, torch.float32),
+            architecture=info.architecture,
+            runner_type="generate" if model.generates else "pooling",
+            embedding_size=info.hidden_size if model.pooling is None else model.pooling.embed_size,
+            hf_config=SimpleNamespace(**fields),
+            _info=info,
         )
-        with self._loop.turn():
-            self._states[request_id] = self._loop.submit(served, prepared, streaming=True)
-        return request_id
-
-    def step(self) -> list[RequestOutput]:
-        """Runs one step. Returns the results of the requests with new output."""
-        if not self._states:
-            return []
-        with self._loop.turn():
-            # sleep may have finished some
-            updated = [state for state in self._states.values() if state.finished] or [
-                state for state in self._loop.step() if state.id in self._states
-            ]
-            for state in updated:
-                if state.finished:
-                    del self._states[state.id]
-                if state.refused is not None:
-                    raise state.refused
-            return [result for state in updated if (result := state.next_result()) is not None]
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests without a result. Unknown ids are ignored: the request may have finished."""
-        with self._loop.turn():
-            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-                if self._states.pop(request_id, None) is not None:
-                    self._loop.lanes.abort(Abort(request_id))
-                    self._loop.outputs.drop(request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._states)
-
-    def get_num_unfinished_requests(self) -> int:
-        return len(self._states)
 
     @property
-    def tokenizer(self) -> ScriptTokenizer | None:
-        return next(iter(self.models.values())).script_tokenizer
-
-    def get_tokenizer(self) -> ScriptTokenizer | None:
-        return self.tokenizer
+    def architectures(self) -> list[str]:
+        return [self.architecture]
 
     @property
-    def model_config(self) -> ModelConfigView:
-        """The configuration of the first model."""
-        return ModelConfigView(next(iter(self._loop.lanes.cores.values())).config)
+    def hf_text_config(self) -> SimpleNamespace:
+        return self.hf_config
 
-    @property
-    def vllm_config(self) -> VllmConfigView:
-        """The configuration of the first model."""
-        return VllmConfigView(self.model_config.config)
+    def get_vocab_size(self) -> int:
+        return self._info.vocab_size
 
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        """See `LLM.sleep`."""
-        self._loop.sleep(level, mode)
+    def get_hidden_size(self) -> int:
+        return self._info.hidden_size
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self._loop.wake_up(tags)
+    def get_head_size(self) -> int:
+        return self._info.head_dim
 
-    def is_sleeping(self) -> bool:
-        return self._loop.lanes.sleeper.is_asleep
+    def get_total_num_kv_heads(self) -> int:
+        return self._info.num_kv_heads
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `LLM.reset_prefix_cache`."""
-        refuse_unused(reset_connector=reset_connector)
-        self._loop.reset_prefix_cache(reset_running_requests=reset_running_requests)
-        return True
+    def get_total_num_hidden_layers(self) -> int:
+        return self._info.num_layers
 
 
-# MaintenanceMethods: methods of vLLM's LLM that act on the engine: memory, weights, metrics, profiles, workers.
+class VllmConfigView(msgspec.Struct, frozen=True):
+    model_config: ModelConfigView
+    cache_config: SimpleNamespace
+    scheduler_config: SimpleNamespace
+    parallel_config: SimpleNamespace
 
-T = TypeVar("T")
-
-
-class MaintenanceMethods:
-    """A base class of `LLM`."""
-
-    cores: dict[str, EngineCore]
-    _front_end: FrontEndArgs
-    _sync_loop: Any
-    _profiler: Any = None
-
-    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
-        """Releases device memory until `wake_up`; calls raise EngineAsleep meanwhile. Needs enable_sleep_mode.
-
-        Level 1: weights move to host memory, caches are dropped. Level 2: weights are dropped too, and must be loaded
-        again by `update_weights`. Level 0 releases nothing. `mode`: requests of streams and of `llm_engine` are aborted
-        (abort), completed first (wait), or continue after `wake_up` (keep), where they are computed again.
-        """
-        self._sync_loop.sleep(level, mode)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes back the memory of weights, kv_cache or both, at the same addresses: captured graphs stay valid."""
-        self._sync_loop.wake_up(tags)
-
-    def update_weights(self, weights: Any = None, *, model: str | None = None) -> None:
-        """Replaces weights in place: from a folder or file of the same architecture (None: the model's own), or from
-        torch tensors by their names in a checkpoint: a mapping, or an iterator of pairs, such as `received_weights`.
-
-        A part of the tensors may be given. The prefix cache is reset; requests that have not finished are computed
-        again, and continue with the new weights.
-        """
-        self._sync_loop.update_weights(weights, model)
-
-    def get_metrics(self) -> list[Metric]:
-        """The metrics of the moment under vLLM's names, as objects of `slipstream.metrics.prometheus`. Needs
-        disable_log_stats=False."""
-        from slipstream.metrics.prometheus import read_metrics  # with prometheus_client, which takes a while to import
-
-        loop = self._own_loop()
-        with loop.turn():
-            if loop.stats is None:
-                raise InvalidOption("statistics are off; make the LLM with disable_log_stats=False")
-            return read_metrics(loop.stats, [lane_stats(name, core) for name, core in self.cores.items()])
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Records the operations of the device until `stop_profile`. Needs profiler_config."""
-        config = self._front_end.profiler_config
-        if config is None:
-            raise InvalidOption(
-                'profiles need a folder; give profiler_config={"profiler": "torch", "torch_profiler_dir": FOLDER}'
-            )
-        if self._profiler is not None:
-            raise InvalidParams("a profile is being recorded; call stop_profile first")
-        with self._own_loop().turn():
-            self._profiler = self._one_device().profile(
-                Path(config.torch_profiler_dir),
-                with_stack=config.torch_profiler_with_stack,
-                record_shapes=config.torch_profiler_record_shapes,
-                profile_memory=config.torch_profiler_with_memory,
-            )
-            self._profile_prefix = f"{profile_prefix}_" if profile_prefix else ""
-
-    def stop_profile(self) -> None:
-        """Writes a trace, which ui.perfetto.dev opens, to the folder of profiler_config."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            raise InvalidParams("no profile is being recorded; call start_profile first")
-        with self._own_loop().turn():
-            profiler.stop(self._profile_prefix)
-
-    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
-        """Calls a function on the torch module of the first model. Returns a list with its result, as of one rank."""
-        with self._own_loop().turn():
-            return [func(self._one_runner().model)]
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of the worker by name, or a function with the worker (`RankWorker`) as its first argument.
-        Returns a list with the result, as of one rank. `timeout` must be None: the call runs in this thread."""
-        if timeout is not None:
-            raise InvalidParams("timeout is not supported: the call runs in this thread; leave it out", param="timeout")
-        loop = self._own_loop()
-        with loop.turn():
-            worker = RankWorker(self._one_runner(), loop)
-            if callable(method):
-                return [method(worker, *args, **(kwargs or {}))]
-            if not isinstance(method, str) or method not in RankWorker.METHODS:
-                names = ", ".join(RankWorker.METHODS)
-                raise InvalidParams(f"a worker has no method {method!r:.50}; it has {names}", param="method")
-            return [getattr(worker, method)(*args, **(kwargs or {}))]
-
-    def _one_runner(self) -> Any:
-        """The runner of the first model."""
-        executor: Any = next(iter(self.cores.values())).executor
-        if not hasattr(executor, "model"):
-            raise InvalidOption("the model has several ranks, in other processes; set tensor_parallel_size to 1")
-        return executor
-
-    def _one_device(self) -> Any:
-        return self._one_runner().device
-
-    def _own_loop(self) -> SyncLoop:
-        """The loop of an engine in this process. Raises if the engine has replicas in other processes."""
-        if not isinstance(self._sync_loop, SyncLoop):
-            raise InvalidOption("replicas run in other processes, which this call does not reach; use one replica")
-        return self._sync_loop
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        cache, own, num_ranks = config.cache, config.scheduler, config.model.num_ranks
+        return cls(
+            ModelConfigView.of(config),
+            SimpleNamespace(
+                gpu_memory_utilization=config.device.gpu_memory_utilization,
+                enable_prefix_caching=cache.prefix_caching and not own.is_encoder,
+                block_size=cache.page_size,  # positions
+                num_gpu_blocks=cache.num_pages - 1,  # without the null page
+            ),
+            SimpleNamespace(
+                max_num_seqs=own.max_num_seqs,
+                max_num_batched_tokens=own.max_num_batched_tokens,
+                max_model_len=own.max_model_len,
+                enable_chunked_prefill=own.chunked_prefill,
+                async_scheduling=own.depth > 0,
+            ),
+            SimpleNamespace(
+                tensor_parallel_size=num_ranks,
+                data_parallel_size=1,
+                data_parallel_rank=0,
+                pipeline_parallel_size=1,
+                world_size=num_ranks,
+            ),
+        )
 
 
 _TRANSFER = "update_weights alone replaces weights, from a folder, tensors or received_weights"
@@ -257,106 +183,6 @@ NOT_SUPPORTED = {
     "finish_weight_update": _TRANSFER,
 }
 """Methods of vLLM's LLM that this one does not have, and what to do instead."""
-
-
-class VllmMethods(MaintenanceMethods):
-    """A base class of `LLM`."""
-
-    models: dict[str, ServedModel]
-    _llm_engine: StepEngine | None = None
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        return cls(**engine_args.given())
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The defaults of the model's generation_config.json."""
-        return choose(self.models, None, "generate").inputs.default_params()
-
-    def get_tokenizer(self) -> ScriptTokenizer | None:
-        """The tokenizer of the first model, with the methods of a transformers tokenizer. `LLM.tokenizer` is ours."""
-        return next(iter(self.models.values())).script_tokenizer
-
-    def get_world_size(self) -> int:
-        return 1
-
-    @property
-    def llm_engine(self) -> StepEngine:
-        """The same engine, one step at a time."""
-        if not isinstance(self._sync_loop, SyncLoop):
-            raise InvalidOption("llm_engine steps one engine, and there are replicas; set data_parallel_size to 1")
-        if self._llm_engine is None:
-            self._llm_engine = StepEngine(self.models, self._sync_loop)
-        return self._llm_engine
-
-    @property
-    def model_config(self) -> ModelConfigView:
-        """The configuration of the first model."""
-        return self.llm_engine.model_config
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Only for names that the class does not have."""
-            if (reason := NOT_SUPPORTED.get(name)) is not None:
-                raise AttributeError(f"LLM.{name} is not supported: {reason}")
-            raise AttributeError(f"LLM has no attribute {name!r}")
-
-
-# RankWorker: the part of vLLM's worker that functions of `LLM.collective_rpc` use. There is one rank.
-
-
-class WorkerRunner(NamedTuple):
-    """vLLM's model_runner."""
-
-    model: Any  # a torch module
-
-
-class RankWorker:
-    METHODS = ("get_model", "load_weights", "reload_weights", "update_config", "sleep", "wake_up", "check_health")
-    rank = local_rank = 0
-
-    def __init__(self, runner: Any, loop: SyncLoop) -> None:
-        self.model_runner = WorkerRunner(runner.model)
-        self.device = runner.device.torch_device
-        self._loop = loop
-
-    def get_model(self) -> Any:
-        """The torch module."""
-        return self.model_runner.model
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Replaces weights by pairs of a name in the checkpoint and a torch tensor, in place."""
-        self._loop.update_weights(weights, None)
-
-    def reload_weights(
-        self,
-        weights_iterator: Iterable[tuple[str, Any]] | None = None,
-        weights_path: str | None = None,
-        is_checkpoint_format: bool = True,
-    ) -> None:
-        """Reads weights again: of the model's files, or of a folder, or of pairs of names and tensors."""
-        if not is_checkpoint_format:
-            raise InvalidParams("weights must have the names of the checkpoint", param="is_checkpoint_format")
-        self._loop.update_weights(weights_path if weights_iterator is None else weights_iterator, None)
-
-    def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Accepts a `load_format` of the model's files, as scripts set it before `reload_weights`, which reads them."""
-        accepted = [{"load_config": {"load_format": each}} for each in ("auto", "hf", "safetensors")]
-        if dict(overrides) not in accepted:
-            raise InvalidParams(
-                f"update_config takes load_config with load_format auto, hf or safetensors, not {overrides!r:.100}",
-                param="overrides",
-            )
-
-    def sleep(self, level: int = 1) -> None:
-        self._loop.sleep(level, "abort")
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self._loop.wake_up(tags)
-
-    def check_health(self) -> None:
-        self._loop.check_open()
 
 
 # EngineArgs, as scripts for vLLM use it. Imported only where it is used: a dataclass of 239 fields takes 20 ms.

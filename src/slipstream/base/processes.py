@@ -1,5 +1,5 @@
 """Child processes: the environment in which they import the same code as their parent, their exit with it, how they
-ended, and children that work within limits of time and memory."""
+ended, forks, and children that work within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
+
+from slipstream.base.errors import EngineClosed
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "SLIPSTREAM_PARENT_PID"
@@ -82,6 +84,14 @@ def enter_child() -> None:
     release_signals()
     set_up_child_log()
     faulthandler.enable()
+
+
+def check_process(pid: int) -> None:
+    """Raises in a fork of the process that made an engine: a call would wait forever for threads that do not exist."""
+    if pid != os.getpid():
+        raise EngineClosed(
+            f"process {pid} made this engine, and this is a fork of it, without its threads; make a new engine here"
+        )
 
 
 def how_it_ended(code: int | None) -> str | None:

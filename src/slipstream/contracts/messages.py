@@ -5,7 +5,7 @@ Messages contain no cycles, so frequent ones are excluded from garbage collectio
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -78,6 +78,23 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False
     """The requests of one call: all are accepted or none."""
 
     submits: Annotated[list[Submit], msgspec.Meta(min_length=1)]
+
+
+class PromptSource(Protocol):
+    """The prompts of one call, for a core in the same thread: the core takes them when its steps have room. Taking them
+    runs code of the front end, such as a tokenizer, which neither raises nor changes the core."""
+
+    has_one_priority: bool
+
+    def is_ready(self) -> bool:
+        """Whether `take` does not wait."""
+
+    def take(self, limit: int) -> list[Submit]:
+        """The next prompts, up to the limit: one, which may be waited for, and more if they are ready. Empty: all were
+        taken."""
+
+    def fail(self, error: BaseException) -> None:
+        """The core has refused a prompt, and takes no more."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from slipstream.base.errors import EngineDead, SlipstreamError
 from slipstream.config.config import EngineConfig
-from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.contracts.messages import Abort, Output, PromptSource, Submit
 from slipstream.contracts.request import Request
 from slipstream.contracts.step import Background, DrawEdits, Executor, Handle, Peers, StepPlan, TierCopier, WeightUpdate
 from slipstream.engine.pacing import Pacer
@@ -22,6 +23,10 @@ from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderRequest, EncoderScheduler
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.scheduler import Scheduler
+
+R = TypeVar("R")
+
+PROMPTS_PER_STEP = 8  # of a source, taken with each step, so that rows that finish together can be filled at once
 
 
 class EngineCore:
@@ -76,12 +81,6 @@ class EngineCore:
         """The object that launches plans."""
         return self.executor if self.recorder is None else self.recorder
 
-    def submit_one(self, message: Submit) -> None:
-        """Submit a prompt, or raise an error."""
-        if self._failure is not None:
-            self._check_alive()
-        self._submit(message)
-
     def submit(self, *messages: Submit) -> None:
         """Submit prompts, or raise an error and submit none of them."""
         self._check_alive()
@@ -101,12 +100,53 @@ class EngineCore:
                 raise
 
     def _submit(self, message: Submit) -> None:
-        scheduler = self.scheduler
-        if isinstance(scheduler, EncoderScheduler):
-            scheduler.submit(encoder_request(message))
-            return
-        scheduler.submit(requests_of(message, self.config, self._num_submitted))
+        if isinstance(self.scheduler, EncoderScheduler):
+            self.scheduler.submit(encoder_request(message))
+        else:
+            self.scheduler.submit(self._requests(message))
+
+    def _requests(self, message: Submit) -> list[Request]:
         self._num_submitted += 1
+        return requests_of(message, self.config, self._num_submitted - 1)
+
+    def feed(self, source: PromptSource) -> Callable[[], None]:
+        """Takes the prompts of a call as steps have room for them, so that the first step does not wait for the last
+        prompt. The steps are the same as if all were submitted first. Returns a function that ends it."""
+        self._check_alive()
+        scheduler = self.scheduler
+        is_lazy = source.has_one_priority and scheduler.may_wait_for_prompts
+        if isinstance(scheduler, EncoderScheduler):
+            close = scheduler.sources.add(_Requests(source, encoder_request, self.timer), is_lazy=is_lazy)
+        else:
+            close = scheduler.sources.add(_Requests(source, self._requests, self.timer), is_lazy=is_lazy)
+
+        def stop() -> None:
+            close()
+            self.mark_idle_if_no_request()
+
+        return stop
+
+    def _take_prompts(self) -> bool:
+        """Before a step: submits the prompts that the next steps should have. Returns False if one was refused."""
+        sources, num_new = self.scheduler.sources, 0
+        num_refused = sources.num_refused
+        while sources and (num := sources.take(self._room(num_new))):
+            num_new += num
+        return sources.num_refused == num_refused
+
+    def _room(self, num_new: int) -> int:
+        """How many prompts to take now; `num_new` were taken since the last step."""
+        scheduler, limits = self.scheduler, self.config.scheduler
+        if not scheduler.sources.is_lazy:
+            return limits.max_waiting
+        if not scheduler.sources.is_ready():
+            # wait for a prompt only if there is nothing to compute
+            return not (self.has_launched or scheduler.has_requests())
+        if not self.has_launched:
+            return not scheduler.num_waiting  # the device is idle: one prompt, then a step
+        if scheduler.num_waiting >= 2 * limits.max_num_seqs:
+            return 0  # enough for the next steps
+        return PROMPTS_PER_STEP - num_new if num_new < PROMPTS_PER_STEP else self.runs_far_ahead()
 
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended. Others may have ended before."""
@@ -122,7 +162,7 @@ class EngineCore:
 
     def _is_wanted(self) -> bool:
         """Whether a caller waits for a result or has more prompts. Steps in flight may be for aborted requests."""
-        return self.scheduler.num_live > 0 or self.scheduler.refill is not None
+        return self.scheduler.num_live > 0 or bool(self.scheduler.sources)
 
     @property
     def has_launched(self) -> bool:
@@ -136,7 +176,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has something to do, for requests of this engine or for processes that share its model."""
-        if self.has_launched or self.scheduler.has_requests():
+        if self.has_launched or self.scheduler.has_requests() or self.scheduler.sources:
             return True
         return self.peers is not None and self.peers.is_waited_for()
 
@@ -164,6 +204,8 @@ class EngineCore:
             self.timer.leave(self._is_wanted())
 
     def _advance(self) -> list[Output]:
+        if self.scheduler.sources and not self._take_prompts():
+            return []  # the call ends without a step
         if self.runs_far_ahead():
             # nothing is launched now, but results should not wait for the next launch
             if self.in_flight[0].done():
@@ -312,6 +354,23 @@ class EngineCore:
         if self._failure is not None:
             cause = str(self._failure) or type(self._failure).__name__
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
+
+
+class _Requests(Generic[R]):
+    """The prompts of a source as requests of a scheduler. The time to take them does not count as the core's."""
+
+    def __init__(self, source: PromptSource, make: Callable[[Submit], R], timer: DeviceTimer) -> None:
+        self._source = source
+        self._make = make
+        self._timer = timer
+        self.is_ready = source.is_ready
+        self.fail = source.fail
+
+    def take(self, limit: int) -> list[R]:
+        self._timer.leave(has_requests=True)
+        messages = self._source.take(limit)
+        self._timer.enter()
+        return [*map(self._make, messages)]
 
 
 # Makes scheduler requests from Submit messages: applies defaults and derives seeds.

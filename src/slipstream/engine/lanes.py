@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from slipstream.base.errors import EngineAsleep, EngineDead, InvalidOption, InvalidParams, ModelNotFound, UserError
-from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.contracts.messages import Abort, Output, PromptSource, Submit
 from slipstream.contracts.step import WeightUpdate
 from slipstream.engine.core import EngineCore
 from slipstream.metrics.stats import LaneStats
@@ -55,6 +55,13 @@ class Lanes:
             if any(other.serves(name) for other in others):
                 raise UserError(f"a request {name!r} is being served already; give each its own id")
         lane.core.submit(*messages)
+
+    def feed(self, source: PromptSource, model: str = "") -> Callable[[], None]:
+        """Takes the prompts of a call for one model as steps have room for them. Returns a function that ends it."""
+        self._check_alive()
+        lane = self._find(model)
+        self.sleeper.check_awake(lane.name)
+        return lane.core.feed(source)
 
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended. Lanes without the request ignore it."""

@@ -5,16 +5,27 @@ This module does not import torch: where the core is another process, the front 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from slipstream.base.log import progress
 from slipstream.config.options import Options, options_of
-from slipstream.front import pooling_calls
 from slipstream.front.inputs import InputProcessor, Message, PreparedPrompt, Prompt
-from slipstream.front.pooling_calls import OneOrMoreParams, OneOrMorePrompts, Texts
+from slipstream.front.pooling_calls import (
+    OneOrMoreParams,
+    OneOrMorePrompts,
+    PoolingCall,
+    Results,
+    Texts,
+    drive,
+    encode,
+    rerank,
+    score,
+)
 from slipstream.front.pooling_inputs import PoolingInputs, PoolingPrompts
+from slipstream.front.pooling_prompts import PoolingBatch
 from slipstream.front.pooling_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -97,18 +108,8 @@ class AsyncEngine(RequestRouter):
 
         `caller`: requests of equal priority are scheduled fairly among callers.
         """
-        model = self._named(model, "generate")
-        inputs, name = self._inputs(model), self._name(request_id)
-        make = partial(
-            inputs.prepare,
-            name,
-            prompt,
-            sampling_params,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora_request=lora_request,
-        )
-        async with self._begin(name, model, size_of(prompt), make, caller) as stream:
+        how: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora_request": lora_request}
+        async with self._stream(prompt, sampling_params, request_id, model, caller, **how) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
                     yield result
@@ -124,11 +125,10 @@ class AsyncEngine(RequestRouter):
         caller: str = "",
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
-        model = self._named(model, "generate")
-        inputs, name = self._inputs(model), self._name(request_id)
-        text = inputs.render_chat(messages, **template)
-        make = partial(inputs.prepare, name, text, sampling_params, lora_request=lora_request, add_special_tokens=False)
-        async with self._begin(name, model, len(text), make, caller) as stream:
+        self.check()
+        text = self.model(model, "generate").inputs.render_chat(messages, **template)
+        how: dict[str, Any] = {"lora_request": lora_request, "add_special_tokens": False}
+        async with self._stream(text, sampling_params, request_id, model, caller, **how) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
                     yield result
@@ -144,152 +144,174 @@ class AsyncEngine(RequestRouter):
         caller: str = "",
     ) -> AsyncIterator[list[Increment]]:
         """Yields what is new in each sample since the previous increment, in time proportional to that."""
-        model = self._named(model, "generate")
-        inputs, name = self._inputs(model), self._name(request_id)
-        make = partial(inputs.prepare, name, prompt, sampling_params, lora_request=lora_request)
-        async with self._begin(name, model, size_of(prompt), make, caller) as stream:
+        how: dict[str, Any] = {"lora_request": lora_request}
+        async with self._stream(prompt, sampling_params, request_id, model, caller, **how) as stream:
             async for (state,) in stream:
                 if new := state.increment():
                     yield new
 
     @asynccontextmanager
-    async def _begin(
-        self, name: str, model: str, size: int, make: Callable[[], PreparedPrompt], caller: str
+    async def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        model: str | None,
+        caller: str,
+        **how: Any,
     ) -> AsyncIterator[RequestStream[GenerationRequestState]]:
-        """Tokenises the prompt and sends it. An abort meanwhile takes effect when the prompt is tokenised."""
-        if name in self._preparing or name in self._mailboxes:
+        """Tokenises the prompt and sends it. An abort meanwhile takes effect when the prompt is tokenised. `how`: see
+        `InputProcessor.prepare`."""
+        self.check()
+        served = self.model(model, "generate")
+        name = self.new_id() if request_id is None else request_id
+        check_text("request_id", name)
+        if name in self._preparing or name in self._requests:
             raise in_use(name)
         self._preparing[name] = False
         try:
-            prepared = await off_loop(size, make)
+            prepared = await off_loop(size_of(prompt), partial(served.inputs.prepare, name, prompt, params, **how))
         finally:
             aborted = self._preparing.pop(name)
-        with self.read([prepared], model, aborted=aborted, caller=caller) as stream:
+        with self.read([prepared], served.description.name, aborted=aborted, caller=caller) as stream:
             yield stream
 
-    # Pooling: the calls of `LLM`, with a list of results each
+    # Pooling: a list of results each. `how`: see docs/pooling.md
 
     async def encode(
         self,
+        /,
         prompts: OneOrMorePrompts,
         pooling_params: OneOrMoreParams = None,
         *,
         pooling_task: Task | None = None,
+        use_tqdm: bool = False,
         lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:
-        model = self._named(model, *([pooling_task] if pooling_task else POOLING_TASKS))
-        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, pooling_task, **how)
-        return await self.pool(call, model, caller, lora_request)
+        """Runs any pooling task for each prompt: embed, classify, token_embed, token_classify or sparse.
+
+        A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
+        prompt_name or prompt (the text to put before each input), truncate_prompt_tokens, and tokenization_kwargs with
+        truncate_prompt_tokens and truncation_side. `outputs.data` is a torch tensor in a process with torch; for
+        sparse, `outputs` has indices and weights.
+        """
+        call = partial(encode, prompts=prompts, params=pooling_params, task=pooling_task, **how)
+        tasks = [pooling_task] if pooling_task else POOLING_TASKS
+        return await self._pool(call, model, tasks, use_tqdm, lora_request, caller)
 
     async def embed(
         self,
+        /,
         prompts: OneOrMorePrompts,
         pooling_params: OneOrMoreParams = None,
         *,
+        use_tqdm: bool = False,
         lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[EmbeddingRequestOutput]:
-        model = self._named(model, "embed")
-        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "embed", **how)
-        return await self.pool(call, model, caller, lora_request)
+        """Embeds each prompt: `outputs.embedding` is a list, `outputs.data` an array. `how`: see `encode`."""
+        call = partial(encode, prompts=prompts, params=pooling_params, task="embed", **how)
+        return await self._pool(call, model, ["embed"], use_tqdm, lora_request, caller)
 
     async def classify(
         self,
+        /,
         prompts: OneOrMorePrompts,
         pooling_params: OneOrMoreParams = None,
         *,
+        use_tqdm: bool = False,
         lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[ClassificationRequestOutput]:
-        model = self._named(model, "classify")
-        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "classify", **how)
-        return await self.pool(call, model, caller, lora_request)
+        """Classifies each prompt: `outputs.probs` by class, and `outputs.label` of the most likely class."""
+        call = partial(encode, prompts=prompts, params=pooling_params, task="classify", **how)
+        return await self._pool(call, model, ["classify"], use_tqdm, lora_request, caller)
 
     async def score(
         self,
+        /,
         data_1: Texts,
         data_2: Texts,
         pooling_params: PoolingParams | None = None,
         *,
+        use_tqdm: bool = False,
         lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[ScoringRequestOutput]:
-        model = self._named(model, *SCORING)
-        call = pooling_calls.score(self.pooling_inputs(model), data_1, data_2, pooling_params, **how)
-        return await self.pool(call, model, caller, lora_request)
+        """Scores pairs of texts as `outputs.score`: one with one, one with each of many, or the i-th with the i-th.
+
+        `how`: instruction (where the model takes one), prompt_name, truncate_prompt_tokens, tokenization_kwargs (see
+        `encode`), and chat_template: a Jinja template for the prompt of a cross-encoder, with the texts as messages of
+        the roles query and document.
+        """
+        call = partial(score, first=data_1, second=data_2, params=pooling_params, **how)
+        return await self._pool(call, model, SCORING, use_tqdm, lora_request, caller)
 
     async def rerank(
         self,
+        /,
         query: str,
         documents: Sequence[str],
         top_n: int | None = None,
         pooling_params: PoolingParams | None = None,
         *,
+        use_tqdm: bool = False,
         lora_request: LoRARequest | None = None,
         model: str | None = None,
         caller: str = "",
         **how: Any,
     ) -> list[RerankResult]:
-        model = self._named(model, *SCORING)
-        call = pooling_calls.rerank(self.pooling_inputs(model), query, documents, pooling_params, top_n=top_n, **how)
-        return await self.pool(call, model, caller, lora_request)
+        """Returns the documents by descending relevance, with index, score and text. `how`: see `score`."""
+        call = partial(rerank, query=query, documents=documents, params=pooling_params, top_n=top_n, **how)
+        return await self._pool(call, model, SCORING, use_tqdm, lora_request, caller)
 
-    async def pool(
+    async def _pool(
         self,
-        call: pooling_calls.PoolingCall[T],
-        model: str | None = None,
-        caller: str = "",
-        lora_request: LoRARequest | None = None,
+        call: Callable[[PoolingInputs], PoolingCall[T]],
+        model: str | None,
+        tasks: Sequence[str],
+        use_tqdm: bool,
+        lora_request: LoRARequest | None,
+        caller: str,
     ) -> T:
-        """Runs a pooling call: its batches, until it returns. Cancelling aborts its requests."""
-        found: pooling_calls.Results | None = None
-        try:
-            while True:
-                batches = next(call) if found is None else call.send(found)
-                prompts = PoolingPrompts(
-                    self.pooling_inputs(model), batches, self.new_id, as_lists=True, lora_request=lora_request
-                )
-                size = sum(PROMPT_COST + size_of(prompt) for batch in batches for prompt in batch.prompts)
-                submits: list[PreparedPrompt] = await off_loop(size, partial(list, prompts))
-                with self.read((), model, streaming=False, caller=caller) as stream:
-                    found = prompts.in_order([state.result() for state in await stream.feed(submits)])
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    def pooling_inputs(self, model: str | None = None) -> PoolingInputs:
+        """Runs a pooling call. Cancelling aborts its requests."""
         self.check()
-        return self.model(model).require_pooling()
+        served = self.model(model, *tasks)
+        inputs, is_inline = served.require_pooling(), self.inline is not None
+        advance: Callable[[int], None] | None = None
+
+        async def run(batches: list[PoolingBatch]) -> Results:
+            nonlocal advance
+            if advance is None:
+                total = sum(batch.num_of_call for batch in batches)
+                advance = stack.enter_context(progress(total, "prompts", use_tqdm))
+            prompts = PoolingPrompts(inputs, batches, self.new_id, as_lists=not is_inline, lora_request=lora_request)
+            source: Iterable[PreparedPrompt] = prompts
+            if not is_inline:
+                size = sum(PROMPT_COST + size_of(prompt) for batch in batches for prompt in batch.prompts)
+                source = await off_loop(size, partial(list[PreparedPrompt], prompts))
+            states = await self.run(source, served, lambda state: advance(state.num_tokens), caller=caller)
+            return prompts.in_order([state.result() for state in states])
+
+        with ExitStack() as stack:
+            return await drive(call(inputs), run)
 
     # Models
 
     @property
     def inputs(self) -> InputProcessor:
-        return self._inputs(None)
+        self.check()
+        return self.model().inputs
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.model().tokenizer
-
-    def _named(self, model: str | None, *tasks: str) -> str:
-        self.check()
-        return self.model(model, *tasks).description.name
-
-    def _inputs(self, model: str | None) -> InputProcessor:
-        self.check()
-        return self.model(model).inputs
-
-    def _name(self, request_id: str | None) -> str:
-        if request_id is None:
-            return self.new_id()
-        check_text("request_id", request_id)
-        return request_id

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +28,8 @@ from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.params.values import CheckedNames, check_integer
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import CompiledGrammar, Session
+
+T = TypeVar("T")
 
 MAX_WIDTH = 128
 
@@ -266,3 +269,42 @@ class BeamStep(NamedTuple):
     def again(self) -> SamplingParams:
         assert self.allowed is not None, "without a grammar all entries are kept"
         return self.params.with_changes(allowed_token_ids=np.flatnonzero(np.unpackbits(self.allowed)).tolist())
+
+
+# The search itself, over requests of one token for every beam: of `LLM`, or of an HTTP route.
+
+Entries = Mapping[int, Logprob]
+"""The likeliest tokens of a request for one token."""
+Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams]], Awaitable[Sequence[Entries]]]
+
+
+async def _at_once(function: Callable[[], T]) -> T:
+    return function()
+
+
+async def search_to_the_end(
+    searches: Sequence[BeamSearch],
+    step: SamplingParams,
+    grammar: BeamGrammar | None,
+    generate: Generate,
+    *,
+    advance: Callable[[int], object] = lambda num_beams: None,
+    run: Callable[[Callable[[], list[BeamStep]]], Awaitable[list[BeamStep]]] = _at_once,
+) -> None:
+    """Runs searches side by side until all are finished. `step`: parameters of a request; `advance` gets the number of
+    beams after each step; `run` calls a function of the grammar, which takes milliseconds with many beams."""
+    while beams := [beam.tokens for search in searches for beam in search.beams]:
+        steps = [BeamStep(step)] * len(beams)
+        if grammar is not None:
+            starts = [search.num_prompt for search in searches for _ in search.beams]
+            steps = await run(partial(grammar.steps, step, beams, starts))
+        found = await generate(beams, [own.params for own in steps])
+        entries = [own.kept(each) for own, each in zip(steps, found, strict=True)]
+        for index, own in enumerate(steps):
+            if not entries[index]:
+                entries[index] = own.kept(*await generate([beams[index]], [own.again()]))
+        rest = iter(entries)
+        for search in searches:
+            search.take([next(rest) for _ in search.beams])
+            await asyncio.sleep(0)  # with many beams a step takes milliseconds: other requests come first
+        advance(len(beams))

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.base.errors import EngineClosed, InvalidAdapter, ModelNotFound
+from slipstream.base.errors import InvalidAdapter, ModelNotFound
+from slipstream.base.processes import check_process
 from slipstream.checkpoint.locate import check_adapter_folder
 from slipstream.front.served import ServedModel, choose
 from slipstream.params.lora import LoRARequest
@@ -112,14 +113,6 @@ class CoreState:
     def _wake_if_ready(self) -> None:
         if self.is_ready:
             wake(self._state_waiters)
-
-
-def check_process(pid: int) -> None:
-    """Raises in a fork of the process that made an engine: a call would wait forever for threads that do not exist."""
-    if pid != os.getpid():
-        raise EngineClosed(
-            f"process {pid} made this engine, and this is a fork of it, without its threads; make a new engine here"
-        )
 
 
 def wake(waiters: list[asyncio.Future[None]]) -> None:

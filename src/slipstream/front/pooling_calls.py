@@ -1,13 +1,13 @@
-"""The pooling calls encode, score and rerank, as generators that `LLM`, `AsyncEngine` and the server share.
+"""The pooling calls encode, score and rerank, as generators that `AsyncEngine` and the server share.
 
-A call yields batches of prompts, receives their results by `send`, and returns its own result. So it depends neither on
-threads nor on an event loop. embed and classify are encode with a fixed task.
+A call yields batches of prompts, receives their results by `send`, and returns its own result. `drive` runs it. embed
+and classify are encode with a fixed task.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +37,17 @@ Texts = str | Sequence[str]
 
 Results = list[Any]  # PoolingRequestOutputs of the task's class
 PoolingCall = Generator[list[PoolingBatch], Results, T]
+
+
+async def drive(call: PoolingCall[T], run: Callable[[list[PoolingBatch]], Awaitable[Results]]) -> T:
+    """Returns the result of a call. `run` returns the results of batches."""
+    try:
+        batches = next(call)
+        while True:
+            batches = call.send(await run(batches))
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def encode(

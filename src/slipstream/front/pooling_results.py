@@ -132,8 +132,10 @@ def as_plain(found: PoolingRequestOutput[Any]) -> PoolingRequestOutput[Any]:
     """The result as `LLM.encode` returns it for vectors and classes: a PoolingOutput."""
     if not isinstance(found.found, EmbeddingOutput | ClassificationOutput):
         return found
-    values = msgspec.structs.asdict(found) | {"found": PoolingOutput(found.found.data)}
-    return PoolingRequestOutput(**values)
+    outputs = PoolingOutput(found.found.data)
+    return PoolingRequestOutput(
+        found.request_id, outputs, found.ids, found.prompt, found.num_cached_tokens, found.error, found.finished
+    )
 
 
 def as_tensor(array: Array) -> Any:

@@ -79,6 +79,11 @@ class Lookahead(Generic[Part, T]):
             self._advance()
         return self._made.popleft()
 
+    def finish(self) -> None:
+        """Computes what is left."""
+        while self._parts or self._next is not None:
+            self._advance()
+
     def is_ready(self) -> bool:
         """Whether `next` returns, or raises StopIteration, without waiting."""
         return bool(self._made) or (not self._parts if self._next is None else self._next.done())
@@ -136,6 +141,7 @@ class GenerationPrompts:
                 self.prepared.append(message)
         except UserError as error:
             raise error.of_prompt(len(self.prepared), len(prompts)) from None
+        self.has_one_priority = len({message.priority for message, _ in self.prepared}) < 2
         # whether tokenising cannot raise an error for any of the texts
         self.is_sure = all(
             message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.prepared
@@ -145,6 +151,10 @@ class GenerationPrompts:
 
     def __iter__(self) -> Iterator[PreparedPrompt]:
         return self._made
+
+    def finish(self) -> None:
+        """Tokenises all texts that are left."""
+        self._made.finish()
 
     def is_ready(self) -> bool:
         """Whether the next message is available without waiting."""

@@ -1,4 +1,4 @@
-"""Per-request state in the front end, and OutputProcessor, which applies the core's outputs to it.
+"""Per-request state in the front end, to which the core's outputs are applied, and the stream of a reader's requests.
 
 Text is detokenised as late as possible: once at the end without streaming, when the reader takes an increment with
 streaming, and token by token only where stop strings must be found. Text that was returned never changes.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from slipstream.base.errors import InvalidParams, UserError
 from slipstream.checkpoint.pooling_info import PoolingInfo
-from slipstream.contracts.messages import Abort, Output, Submit
+from slipstream.contracts.messages import Output, Submit
 from slipstream.front.inputs import PreparedPrompt
 from slipstream.front.pooling_results import PoolingRequestOutput, wrap
 from slipstream.front.results import (
@@ -33,80 +33,16 @@ from slipstream.metrics.stats import ModelStats
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import RequestOutputKind, SamplingParams
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.transport.inline import InlineClient, next_step
 
 _FIRST_INCREMENT = 2**30  # `unread` before the first increment: more tokens than any stream interval
 
 
-class OutputProcessor:
-    """Holds the state of every request that is not finished, and applies the core's outputs to them."""
-
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer`: of requests that are opened without a model."""
-        self.tokenizer = tokenizer
-        self.states: dict[str, RequestState] = {}
-
-    def open(self, message: Submit, prompt: str | None, *, streaming: bool, model: ServedModel | None = None) -> Any:
-        """Returns the new state of a request. `streaming`: increments will be read; `prompt`: its text, if it has one.
-        `model`: required for pooling."""
-        state: RequestState
-        if isinstance(message.params, PoolingParams):
-            assert model is not None and model.description.pooling is not None, (
-                f"{message.request_id} needs a pooling model"
-            )
-            state = PoolingRequestState(message, prompt, model.description.pooling)
-        else:
-            tokenizer = self.tokenizer if model is None else model.tokenizer
-            state = GenerationRequestState(message, prompt, tokenizer, streaming=streaming)
-        assert message.request_id not in self.states, f"request id {message.request_id} is taken"
-        self.states[message.request_id] = state
-        return state
-
-    def drop(self, request_id: str) -> None:
-        self.states.pop(request_id, None)
-
-    def begin(self, request_ids: Sequence[str]) -> None:
-        """Notes that the core has started to compute these requests."""
-        now = time.monotonic()
-        for name in request_ids:
-            if (state := self.states.get(name)) is not None:
-                state.begun = now
-
-    def process(
-        self, outputs: list[Output], failed: list[tuple[RequestState, Exception]] | None = None
-    ) -> tuple[list[RequestState], list[Abort]]:
-        """Applies outputs. Returns the states with new output, and aborts for samples that a stop string ended.
-
-        With `failed`, a request whose output raises an exception is dropped and added to that list, and the others
-        continue.
-        """
-        updated: dict[str, RequestState] = {}
-        aborts: list[Abort] = []
-        now = time.monotonic()
-        for output in outputs:
-            state = self.states.get(output.request_id)
-            if state is None:
-                continue  # dropped while a step was in flight
-            try:
-                stopped = state.take(output, now)
-            except Exception as error:
-                if failed is None:
-                    raise
-                failed.append((state, error))
-                updated.pop(output.request_id, None)
-                del self.states[output.request_id]
-                continue
-            if stopped:
-                aborts.append(Abort(output.request_id, output.sample))
-            if output.token_ids or output.finish_reason is not None:
-                updated[output.request_id] = state
-            if state.finished:
-                del self.states[output.request_id]
-        return list(updated.values()), aborts
-
-
 class RequestState:
-    """One request that is not finished: what generation and pooling have in common."""
+    """One request: what generation and pooling have in common."""
 
+    mailbox: Mailbox  # of the reader
+    submitted = 0.0  # monotonic seconds when its stream was opened
     stats: ModelStats | None = None  # the model's counters and histograms
     begun = 0.0  # monotonic seconds when the core started to compute the prompt; 0 before
     is_query = False  # a late-interaction query, which the core keeps after its result until it is aborted
@@ -122,7 +58,6 @@ class RequestState:
         self.queued = True  # until the first output
         self.prompt = prompt
         self.finished = False
-        self.submitted = time.monotonic()
 
     def take(self, output: Output, now: float) -> bool:
         """Applies an output. Returns whether a stop string ended a sample that the core still computes."""
@@ -311,6 +246,19 @@ class PoolingRequestState(RequestState):
         return kind(self.id, outputs, message.prompt_token_ids, self.prompt, num_cached_tokens=output.num_cached_tokens)
 
 
+def open_state(message: Submit, prompt: str | None, stream: RequestStream[Any]) -> RequestState:
+    """The state of a new request of a stream. `prompt`: its text, if it has one."""
+    served = stream.served
+    state: RequestState
+    if isinstance(message.params, PoolingParams):
+        assert served.description.pooling is not None, f"{message.request_id} needs a pooling model"
+        state = PoolingRequestState(message, prompt, served.description.pooling)
+    else:
+        state = GenerationRequestState(message, prompt, served.tokenizer, streaming=stream.streaming)
+    state.mailbox, state.submitted = stream.mailbox, stream.begun
+    return state
+
+
 # RequestStream: the requests of one reader, to which a Mailbox reports which of them have new output.
 
 State = TypeVar("State", bound=RequestState)
@@ -323,43 +271,69 @@ class Mailbox:
     increment for a slow reader, no queue grows, and no request waits for a reader.
     """
 
-    __slots__ = ("_updated", "_error", "_waiter")
+    __slots__ = ("_is_inline", "_updated", "_error", "_waiter")
 
-    def __init__(self) -> None:
-        self._updated: dict[str, RequestState] = {}
+    def __init__(self, *, is_inline: bool = False) -> None:
+        """`is_inline`: the reader is a coroutine that `InlineClient.call` runs; else it is in an event loop."""
+        self._is_inline = is_inline
+        self._updated: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, state: RequestState) -> None:
-        self._updated[state.id] = state
-        self._wake()
+    def put(self, name: str, state: object) -> None:
+        self._updated[name] = state
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error  # the first is the cause
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     async def get(self) -> list[Any]:
         """Returns the states updated since the last call; at least one. Raises if the stream has failed."""
         while not self._updated and self._error is None:
+            if self._is_inline:
+                await next_step()
+                continue
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.take()
+
+    def take(self) -> list[Any]:
+        """Returns the states updated since the last call. Raises if there are none and the stream has failed."""
         if self._updated:
             updated, self._updated = list(self._updated.values()), {}
             return updated
-        assert self._error is not None
-        raise self._error
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def __bool__(self) -> bool:
+        """Whether `take` returns states or raises."""
+        return bool(self._updated) or self._error is not None
+
+    def forget_error(self) -> None:
+        """The reader is gone. Breaks the reference cycle of an exception and its frames."""
+        self._error = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        assert self._waiter is not None
+        if not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class PromptSender(Protocol):
+class Sender(Protocol):
     """The part of `RequestRouter` that a RequestStream uses."""
 
+    @property
+    def inline(self) -> InlineClient | None: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def open(self, stream: RequestStream[Any], message: Submit, text: str | None) -> Submit: ...
     def send(self, stream: RequestStream[Any], message: Submit, text: str | None) -> None: ...
     def end(self, stream: RequestStream[Any], *, failed: bool) -> None: ...
     def num_queued(self, served: ServedModel) -> int: ...
@@ -373,7 +347,7 @@ class RequestStream(Generic[State]):
     """
 
     def __init__(
-        self, router: PromptSender, served: ServedModel, mailbox: Mailbox, *, streaming: bool, caller: str = ""
+        self, router: Sender, served: ServedModel, mailbox: Mailbox, *, streaming: bool, caller: str = ""
     ) -> None:
         """Without `streaming`, the mailbox names finished requests only. `caller`: see `Submit`."""
         self._router = router
@@ -381,6 +355,8 @@ class RequestStream(Generic[State]):
         self.mailbox = mailbox
         self.streaming = streaming
         self.caller = caller
+        self.is_plain = False  # whether its messages are sent as they are
+        self.begun = time.monotonic()
         self.states: list[State] = []
 
     async def __aiter__(self) -> AsyncIterator[list[State]]:
@@ -398,29 +374,48 @@ class RequestStream(Generic[State]):
         return self.states
 
     async def feed(
-        self, submits: Sequence[PreparedPrompt], advance: Callable[[State], None] = lambda state: None
+        self, prompts: Iterable[PreparedPrompt], advance: Callable[[State], None] = lambda state: None
     ) -> list[State]:
         """Sends any number of prompts, and returns all states when all requests are finished. `advance` is called with
         each that is.
 
-        Prompts that exceed the core's `max_waiting` are sent as the queue empties, also where other callers fill it.
+        Prompts that exceed the core's `max_waiting` are sent as the queue empties, also where other callers fill it. A
+        core in this thread takes them itself (`EngineCore.feed`), so that its steps do not wait for the last one.
         """
-        router, limit = self._router, self.served.description.max_waiting or len(submits)
-        num_sent = num_open = 0
+        if (inline := self._router.inline) is not None:
+            return await self._feed_inline(inline, prompts, advance)
+        router, submits, num_sent, num_open = self._router, list(prompts), 0, 0
+        limit = self.served.description.max_waiting or len(submits)
         while True:
             room = max(limit - router.num_queued(self.served), 0)
             for message, text in submits[num_sent : num_sent + room]:
                 router.send(self, message, text)
                 num_sent, num_open = num_sent + 1, num_open + 1
             if num_open:
-                for state in await self.mailbox.get():
-                    if state.finished:
-                        num_open -= 1
-                        advance(state)
+                num_open -= _advance(await self.mailbox.get(), advance)
             elif num_sent < len(submits):
                 await router.until_one_starts()
             else:
                 return self.states
+
+    async def _feed_inline(
+        self, client: InlineClient, prompts: Iterable[PreparedPrompt], advance: Callable[[State], None]
+    ) -> list[State]:
+        source, num_finished = _Source(self._router, self, prompts), 0
+        stop = client.feed(source, self.served.base_name)
+        try:
+            # requests of other readers continue meanwhile; without those, the steps in flight are completed here
+            while (
+                not source.has_ended
+                or num_finished < len(self.states)
+                or self.mailbox  # an error
+                or (self._router.is_idle and client.lanes.has_requests())
+            ):
+                await next_step()
+                num_finished += _advance(self.mailbox.take(), advance)
+            return self.states
+        finally:
+            stop()
 
     def __enter__(self) -> RequestStream[State]:
         return self
@@ -429,3 +424,45 @@ class RequestStream(Generic[State]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._router.end(self, failed=kind is not None)
+        self.mailbox.forget_error()
+
+
+def _advance(updated: list[Any], advance: Callable[[Any], None]) -> int:
+    """Calls `advance` with the states that are finished, and returns their number."""
+    num = 0
+    for state in updated:
+        if state.finished:
+            num += 1
+            advance(state)
+    return num
+
+
+class _Source:
+    """The prompts of a stream as the core takes them (`PromptSource`)."""
+
+    def __init__(self, router: Sender, stream: RequestStream[Any], prompts: Iterable[PreparedPrompt]) -> None:
+        self.has_one_priority: bool = getattr(prompts, "has_one_priority", False)
+        self.is_ready: Callable[[], bool] = getattr(prompts, "is_ready", lambda: True)
+        self.has_ended = False
+        self._router = router
+        self._stream = stream
+        self._prompts = iter(prompts)
+
+    def take(self, limit: int) -> list[Submit]:
+        taken: list[Submit] = []
+        if self.has_ended:
+            return taken
+        open_state, stream, is_ready = self._router.open, self._stream, self.is_ready
+        try:
+            while len(taken) < limit and (not taken or is_ready()):
+                message, text = next(self._prompts)
+                taken.append(open_state(stream, message, text))
+        except StopIteration:
+            self.has_ended = True
+        except BaseException as error:  # not the core's: those before it are computed until the call ends
+            self.fail(error)
+        return taken
+
+    def fail(self, error: BaseException) -> None:
+        self.has_ended = True
+        self._stream.mailbox.fail(error)

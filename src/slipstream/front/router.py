@@ -11,17 +11,18 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from slipstream.base.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.base.errors import EngineClosed, InvalidParams, RequestTooLarge, UserError
 from slipstream.contracts.messages import Abort, Output, Submit, SubmitAll
 from slipstream.front.core_state import CoreState, QueueLoad, wake
 from slipstream.front.inputs import PreparedPrompt
 from slipstream.front.pooling_results import check_result_size
-from slipstream.front.request_state import Mailbox, OutputProcessor, RequestState, RequestStream
+from slipstream.front.request_state import Mailbox, RequestState, RequestStream, open_state
 from slipstream.front.served import ServedModel
 from slipstream.metrics.stats import ModelStats
 from slipstream.params.values import check_text
@@ -32,6 +33,7 @@ from slipstream.transport.frames import (
     Begun,
     Control,
     Controlled,
+    Failed,
     FromCore,
     Inspect,
     Inspected,
@@ -43,12 +45,14 @@ from slipstream.transport.frames import (
     ResetPrefixCache,
     ToCore,
 )
+from slipstream.transport.inline import InlineClient, interrupts_deferred, next_step
 
 log = logging.getLogger("slipstream.front")
 
 
 class RequestRouter(CoreState):
-    """The listener of a `CoreClient`, which subclasses set."""
+    """The listener of a `CoreClient`, which subclasses set. One thread at a time uses it: that of an event loop, or the
+    one that has the turn of an `InlineClient`."""
 
     client: CoreClient
 
@@ -56,16 +60,27 @@ class RequestRouter(CoreState):
         super().__init__()
         self.load = QueueLoad()
         self.stats: dict[str, ModelStats] = {}  # by model
+        self.counts = True  # whether requests are counted in `load` and `stats`
         self.last_message_time = time.monotonic()
         self.stream_interval = 1  # tokens between two increments of a stream, after the first increment
         self.separates_callers = False  # whether callers share no cached prefixes
+        self.id_prefix = f"{secrets.token_hex(4)}-"  # of request ids, which are unique among all front ends
         self._queue_waiters: list[asyncio.Future[None]] = []  # for a request to leave the queue
-        self._outputs = OutputProcessor()
-        self._mailboxes: dict[str, Mailbox] = {}  # by request id
+        self._end_waiters: list[asyncio.Future[None]] = []  # for all requests to end
+        self._requests: dict[str, RequestState] = {}  # by request id: requests that have not ended
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
-        self._calls = CoreCalls()
+        self._calls: dict[str, Mailbox] = {}  # by id: calls to the core that wait for a reply
         self._request_numbers = itertools.count()
-        self._prefix = secrets.token_hex(4)
+
+    @property
+    def inline(self) -> InlineClient | None:
+        """The client, if it steps the core in the thread of a call."""
+        return self.client if isinstance(self.client, InlineClient) else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has ended."""
+        return not self._requests
 
     # Sending
 
@@ -93,8 +108,14 @@ class RequestRouter(CoreState):
                 f"{len(submits)} prompts have {count} samples, and the queue holds {limit}; send fewer at once, "
                 "lower n, or raise max_waiting"
             )
-        stream: RequestStream[Any] = RequestStream(self, served, Mailbox(), streaming=streaming, caller=caller)
-        messages = [self._enter(stream, message, text) for message, text in submits]
+        stream: RequestStream[Any] = RequestStream(self, served, self._mailbox(), streaming=streaming, caller=caller)
+        stream.is_plain = (
+            served.lora is None
+            and len(self.models) < 2
+            and not (caller or self.separates_callers)
+            and self.client.max_result is None
+        )
+        messages = [self.open(stream, message, text) for message, text in submits]
         if aborted:
             for state in stream.states:
                 self._abort(state)
@@ -102,9 +123,21 @@ class RequestRouter(CoreState):
             self._send(stream, len(messages), messages[0] if len(messages) == 1 else SubmitAll(messages))
         return stream
 
+    async def run(
+        self,
+        prompts: Iterable[PreparedPrompt],
+        served: ServedModel,
+        advance: Callable[[Any], None] = lambda state: None,
+        *,
+        caller: str = "",
+    ) -> list[Any]:
+        """Returns the states of all prompts when they are finished; see `RequestStream.feed`."""
+        with self.read((), served.description.name, streaming=False, caller=caller) as stream:
+            return await stream.feed(prompts, advance)
+
     def send(self, stream: RequestStream[Any], message: Submit, text: str | None) -> None:
         """Adds a prompt to a stream. Where it raises, the stream's requests are aborted."""
-        self._send(stream, 1, self._enter(stream, message, text))
+        self._send(stream, 1, self.open(stream, message, text))
 
     def _send(self, stream: RequestStream[Any], count: int, message: Submit | SubmitAll) -> None:
         """Sends the stream's last `count` prompts, or removes them where they cannot be sent."""
@@ -112,17 +145,31 @@ class RequestRouter(CoreState):
             self.client.send(message)
         except UserError:
             for state in stream.states[-count:]:
-                self._outputs.drop(state.id)
                 self._close(state)
             del stream.states[-count:]
             raise
 
-    def _enter(self, stream: RequestStream[Any], message: Submit, text: str | None) -> Submit:
-        """Creates the request's state before the message is sent, since outputs may arrive at once."""
-        name, served = message.request_id, stream.served
-        if name in self._mailboxes:
+    def open(self, stream: RequestStream[Any], message: Submit, text: str | None) -> Submit:
+        """Creates the state of a request, before its message is sent, since outputs may arrive at once. Returns the
+        message for the core."""
+        name = message.request_id
+        if name in self._requests:
             self.end(stream, failed=True)
             raise in_use(name)
+        if not stream.is_plain:
+            message = self._addressed(message, stream)
+        state = self._requests[name] = open_state(message, text, stream)
+        stream.states.append(state)
+        if self.counts:
+            if (stats := self.stats.get(stream.served.base_name)) is None:
+                stats = self.stats[stream.served.base_name] = ModelStats()
+            state.count_begin(stats)
+            self.load.enter(message.model, len(message.prompt_token_ids), message.caller)
+        return message
+
+    def _addressed(self, message: Submit, stream: RequestStream[Any]) -> Submit:
+        """The message with the model, adapter and caller of the stream. Raises if its result would be too large."""
+        served = stream.served
         if (limit := self.client.max_result) is not None:
             try:
                 check_result_size(served.description, message, limit)
@@ -136,23 +183,19 @@ class RequestRouter(CoreState):
             message = msgspec.structs.replace(message, model=model, caller=stream.caller)
         if self.separates_callers:
             message = msgspec.structs.replace(message, cache_salt=f"{stream.caller}\0{message.cache_salt}")
-        self._mailboxes[name] = stream.mailbox
-        state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
-        if (stats := self.stats.get(served.base_name)) is None:
-            stats = self.stats[served.base_name] = ModelStats()
-        state.count_begin(stats)
-        stream.states.append(state)
-        self.load.enter(message.model, len(message.prompt_token_ids), message.caller)
         return message
 
     def end(self, stream: RequestStream[Any], *, failed: bool) -> None:
         """Aborts the stream's unfinished requests. With `failed` also its late-interaction queries, which the core
         would keep for documents that never come."""
-        for state in stream.states:
-            if not state.finished or (failed and state.is_query):
-                self.client.send(Abort(state.id))
-            self._outputs.drop(state.id)
-            self._close(state)
+        with interrupts_deferred() if self.inline else nullcontext():
+            for state in stream.states:
+                if not state.finished or (failed and state.is_query):
+                    self.client.send(Abort(state.id))
+                    self._close(state)
+
+    def _mailbox(self) -> Mailbox:
+        return Mailbox(is_inline=self.inline is not None)
 
     def num_queued(self, served: ServedModel) -> int:
         """The number of this front end's prompts that wait for the model."""
@@ -175,42 +218,59 @@ class RequestRouter(CoreState):
         if request_id in self._preparing:
             self._preparing[request_id] = True
             return
-        state = self._outputs.states.get(request_id)
+        state = self._requests.get(request_id)
         self.client.send(Abort(request_id))
         if state is not None:
             self._abort(state)
 
     def _abort(self, state: RequestState) -> None:
-        self._outputs.drop(state.id)
         state.abort()
-        mailbox = self._mailboxes[state.id]
         self._close(state)
-        mailbox.put(state)
+        state.mailbox.put(state.id, state)
 
     async def abort_all(self) -> int:
         """Aborts every request of this front end. Returns their number."""
         return self._abort_own()
 
     def _abort_own(self) -> int:
-        names = [*self._outputs.states, *(name for name, aborted in self._preparing.items() if not aborted)]
+        names = [*self._requests, *(name for name, aborted in self._preparing.items() if not aborted)]
         for name in names:
             self._abort_id(name)
         return len(names)
 
     async def abort_others(self) -> int:
         """Aborts every request of the other front ends of this core. Returns their number when all have replied."""
-        aborted: int = await self.call(AbortAll)
-        return aborted
+        reply: AbortedAll = await self.call(AbortAll)
+        return reply.count
 
-    async def reset_prefix_cache(self) -> None:
-        """Clears the prefix caches of all models. Running requests are not affected."""
-        await self.call(ResetPrefixCache)
+    async def until_idle(self) -> None:
+        """Returns when every request has ended."""
+        while self._requests:
+            self.check()
+            if self.inline:
+                await next_step()
+            else:
+                self._end_waiters.append(waiter := asyncio.get_running_loop().create_future())
+                await waiter
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Clears the prefix caches of all models. Running requests keep their pages, unless they are reset too: then
+        they are computed again from their tokens."""
+        await self.call(lambda call: ResetPrefixCache(call, reset_running_requests))
 
     async def call(self, message: Callable[[str], ToCore]) -> Any:
         """Sends a message, made from the id of the call, and waits for its reply."""
         self.check()
         self.client.listen(self)  # the reply comes to this event loop, also before the first request
-        return await self._calls.ask(self.client, self.new_id(), message)
+        name = self.new_id()
+        mailbox = self._calls[name] = self._mailbox()
+        try:
+            self.client.send(message(name))
+            (reply,) = await mailbox.get()
+            return reply
+        finally:
+            del self._calls[name]
+            mailbox.forget_error()
 
     async def close(self) -> None:
         self.stop_opening()
@@ -220,84 +280,75 @@ class RequestRouter(CoreState):
     # Messages of the core
 
     def receive(self, messages: list[FromCore]) -> None:
-        """Handles messages. An exception in one does not stop the others, since each may finish a request."""
-        self.last_message_time = time.monotonic()
-        outputs: list[Output] = []
+        """Handles messages; tells the reader of a request when it has ended or an increment is due. An exception in a
+        message does not stop the others, since each may end a request."""
+        self.last_message_time = now = time.monotonic()
+        requests, counts = self._requests, self.counts
+        state: RequestState | None = None
+        growing: dict[str, RequestState] = {}  # streams with new tokens, of several steps perhaps
         for message in messages:
-            if isinstance(message, Output):
-                outputs.append(message)
-                continue
             try:
-                self._handle(message)
-            except Exception:
-                log.exception("a message of the engine core could not be handled: %.200r", message)
-        if outputs:
-            self._handle_outputs(outputs)
+                if not isinstance(message, Output):
+                    self._handle(message)
+                    now = time.monotonic()  # a prompt begins before its first output, also if both come together
+                elif (state := requests.get(message.request_id)) is not None:  # else it ended with a step in flight
+                    if state.take(message, now):
+                        self.client.send(Abort(state.id, message.sample))  # a stop string ended the sample
+                    if state.finished:
+                        growing.pop(state.id, None)
+                        self._close(state)
+                        if state.refused is None:
+                            state.mailbox.put(state.id, state)
+                        else:
+                            state.mailbox.fail(state.refused)
+                    elif message.token_ids:
+                        if state.queued and counts:
+                            self._start(state)
+                        if state.streaming:
+                            growing[state.id] = state
+            except Exception as error:
+                if not isinstance(message, Output) or state is None:
+                    log.exception("a message of the engine core could not be handled: %.200r", message)
+                else:
+                    growing.pop(state.id, None)
+                    self._fail_request(state, error)
+        for state in growing.values():
+            if state.unread >= self.stream_interval:
+                state.mailbox.put(state.id, state)
+
+    def _fail_request(self, state: RequestState, error: Exception) -> None:
+        """Aborts a request whose output raised an exception; its stream raises it."""
+        log.error("the output of request %s could not be processed", state.id, exc_info=error)
+        state.mailbox.fail(error)
+        self.client.send(Abort(state.id))
+        self._close(state)
 
     def _handle(self, message: FromCore) -> None:
         if isinstance(message, Begun):
-            self._outputs.begin(message.request_ids)
+            for name in message.request_ids:
+                if (state := self._requests.get(name)) is not None:
+                    state.begun = self.last_message_time
         elif isinstance(message, Refused):
-            self._refuse(message)
+            if (state := self._requests.get(message.request_id)) is not None:
+                state.mailbox.fail(message.error())
         elif isinstance(message, Pulse | Loading | ModelDescriptions | Ready):
             self.note(message)
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
-        elif isinstance(message, Reply):
-            self._calls.answer(message)
+        elif not isinstance(message, Failed | Output) and (mailbox := self._calls.get(message.call)) is not None:
+            mailbox.put(message.call, message)
 
     def fail(self, error: BaseException) -> None:
         """The core is lost: every stream and every waiting call raises `error`."""
         cause = error if self.failure is None else self.failure
-        for mailbox in self._mailboxes.values():
+        for mailbox in [*(state.mailbox for state in self._requests.values()), *self._calls.values()]:
             mailbox.fail(cause)
-        self._calls.fail(cause)
         super().fail(error)
         wake(self._queue_waiters)
-
-    def _handle_outputs(self, outputs: list[Output]) -> None:
-        failed: list[tuple[RequestState, Exception]] = []
-        updated, aborts = self._outputs.process(outputs, failed)
-        for abort in aborts:
-            self.client.send(abort)
-        for state in updated:
-            mailbox = self._mailboxes.get(state.id)
-            if mailbox is not None:
-                try:
-                    self._notify(state, mailbox)
-                except Exception as error:
-                    self._fail_request(state, mailbox, error)
-        for state, cause in failed:
-            self._fail_request(state, self._mailboxes.get(state.id), cause)
-
-    def _fail_request(self, state: RequestState, mailbox: Mailbox | None, error: Exception) -> None:
-        """Aborts a request whose output raised an exception; its stream raises it."""
-        log.error("the output of request %s could not be processed", state.id, exc_info=error)
-        self._outputs.drop(state.id)
-        self.client.send(Abort(state.id))
-        if mailbox is not None:
-            mailbox.fail(error)
-
-    def _notify(self, state: RequestState, mailbox: Mailbox) -> None:
-        """Puts a state into its mailbox where it is finished or an increment is due."""
-        if state.queued:
-            self._start(state)
-        if state.finished:
-            self._close(state)
-            if state.refused is not None:
-                mailbox.fail(state.refused)
-            else:
-                mailbox.put(state)
-        elif state.streaming and state.unread >= self.stream_interval:
-            mailbox.put(state)
-
-    def _refuse(self, message: Refused) -> None:
-        if (mailbox := self._mailboxes.get(message.request_id)) is not None:
-            mailbox.fail(message.error())
+        wake(self._end_waiters)
 
     def new_id(self) -> str:
-        """A request id that is unique among all front ends of this machine."""
-        return f"{self._prefix}-{next(self._request_numbers)}"
+        return f"{self.id_prefix}{next(self._request_numbers)}"
 
     def _start(self, state: RequestState) -> None:
         state.queued = False
@@ -307,47 +358,19 @@ class RequestRouter(CoreState):
             wake(self._queue_waiters)
 
     def _close(self, state: RequestState) -> None:
-        if self._mailboxes.pop(state.id, None) is not None:
-            if state.queued:
-                self._start(state)
-            self.load.finish()
-            state.count_end()
+        if self._requests.get(state.id) is state:  # its id may be that of a newer request
+            del self._requests[state.id]
+            if self._end_waiters and not self._requests:
+                wake(self._end_waiters)
+            if self.counts:
+                if state.queued:
+                    self._start(state)
+                self.load.finish()
+                state.count_end()
 
 
 def in_use(name: str) -> UserError:
     return UserError(f"request id {name!r} is in use; wait for it to end or choose another")
-
-
-# CoreCalls: calls to the core that wait for a reply, by id.
-
-Reply = AbortedAll | ResetPrefixCache | Inspected | Controlled
-
-
-class CoreCalls:
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[Any]] = {}
-
-    async def ask(self, client: CoreClient, call: str, message: Callable[[str], ToCore]) -> Any:
-        """Sends the message made from the id of the call, and returns its reply."""
-        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[call] = waiter
-        try:
-            client.send(message(call))
-            return await waiter
-        finally:
-            del self._waiting[call]
-
-    def answer(self, reply: Reply) -> None:
-        """Ends the call with its reply; that of `AbortAll` is a number."""
-        waiter = self._waiting.get(reply.call)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(reply.count if isinstance(reply, AbortedAll) else reply)
-
-    def fail(self, error: BaseException) -> None:
-        """The core is lost: every call raises `error`."""
-        for waiter in self._waiting.values():
-            if not waiter.done():
-                waiter.set_exception(error)
 
 
 # A front end's questions to the core: a recording of the last steps, and times of steps.
@@ -386,3 +409,17 @@ async def control(
     if answer.refused is not None:
         raise answer.refused.error()
     return answer.is_asleep
+
+
+SleepMode = Literal["abort", "wait", "keep"]
+
+
+async def fall_asleep(router: RequestRouter, level: int, mode: SleepMode) -> None:
+    """`mode`: requests are aborted, or awaited, or kept and computed again later."""
+    if mode not in get_args(SleepMode):
+        raise InvalidParams(f"mode is {mode!r:.50}; give abort, wait or keep", param="mode")
+    if mode == "abort":
+        await router.abort_all()
+    if mode == "wait":
+        await router.until_idle()
+    await control(router, "sleep", level=level)

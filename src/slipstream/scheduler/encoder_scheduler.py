@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,12 +24,12 @@ from slipstream.params.pooling import PoolingParams
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.outputs import lost_query, pool_failure, pooled_output, refusal
 from slipstream.scheduler.query_registry import QueryRegistry, check_length
-from slipstream.scheduler.waiting import FairQueue
+from slipstream.scheduler.waiting import FairQueue, PromptSources
 
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
 
-MAX_REFILL = 16  # requests that are fetched at once; requests that do not fit wait for the next step
+MAX_TAKEN = 16  # prompts of a source that are taken at once; those that do not fit wait for the next step
 
 
 class EncoderScheduler:
@@ -39,10 +39,9 @@ class EncoderScheduler:
         self.config = config
         self.adapters = adapters
         self.max_num_tokens: int | None = None  # of a step while other lanes wait for the device; None: no limit
-        # submits up to the given number of requests from a caller that has more; returns how many
-        self.refill: Callable[[int], int] | None = None
         self._live: dict[str, EncoderRequest] = {}  # by id: requests that have not ended
         self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they are reached
+        self.sources: PromptSources[EncoderRequest] = PromptSources(self.submit, self._live)
         self._num_waiting = 0  # requests that are not done
         self._tokens_waiting = 0  # tokens of these requests
         self._in_flight: deque[list[EncoderRequest]] = deque()
@@ -63,8 +62,13 @@ class EncoderScheduler:
         """Number of requests that have not ended."""
         return len(self._live)
 
+    @property
+    def may_wait_for_prompts(self) -> bool:
+        """Whether prompts of one priority may be submitted as late as the steps allow."""
+        return True
+
     def has_requests(self) -> bool:
-        """Whether there is anything to plan, to commit or to report."""
+        """Whether there is anything to plan, to commit or to report. Prompts of `sources` do not count."""
         return bool(self._num_waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
@@ -175,7 +179,7 @@ class EncoderScheduler:
         left, rows = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if self.max_num_tokens is not None:
             left = min(left, self.max_num_tokens)
-        parts = self.config.depth and not self._in_flight and self.refill is None
+        parts = self.config.depth and not self._in_flight and not self.sources
         if parts and self._tokens_waiting >= 2 * MIN_HALF_TOKENS:
             # Plan about half of the waiting tokens: the host prepares the other half while the device computes. With
             # everything in one step, callers that ask again when they are answered would stay in lockstep, and host and
@@ -211,7 +215,7 @@ class EncoderScheduler:
                         level.remove(caller)
                 if priority:
                     del self._levels[priority]  # users choose priorities: keep no queue for each one ever used
-            if left <= 0 or rows <= 0 or not self._refill(min(rows, MAX_REFILL)):
+            if left <= 0 or rows <= 0 or not self._take_prompts(min(rows, MAX_TAKEN)):
                 return taken
 
     def _adapter_plan(self, taken: list[EncoderRequest], adapters: Adapters[EncoderRequest]) -> AdapterPlan | None:
@@ -232,9 +236,9 @@ class EncoderScheduler:
                     self._end(request)
                     self._failures.append(refusal(request.id, error))
 
-    def _refill(self, max_requests: int) -> bool:
-        """Whether a caller submitted more requests that can be planned now. Documents may have to wait."""
-        if self.refill is None or not self.refill(max_requests):
+    def _take_prompts(self, limit: int) -> bool:
+        """Whether `sources` had more prompts that can be planned now. Documents may have to wait."""
+        if not self.sources or not self.sources.take(limit):
             return False
         return any(level.queues for level in self._levels.values())
 

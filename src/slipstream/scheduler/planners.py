@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from slipstream.config.config import SchedulerConfig
 from slipstream.contracts.request import NEVER, Request, WaitFor
@@ -11,7 +11,7 @@ from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.scheduler.lifecycle import RequestLifecycle, RowAllocator, detach_from_leader, leader_to_fork
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
-from slipstream.scheduler.waiting import WaitingQueue
+from slipstream.scheduler.waiting import PromptSources, WaitingQueue
 
 
 class RunningPlanner:
@@ -140,10 +140,9 @@ class Admitter:
         self._adapters = adapters
         self._sends_history = sends_history
 
-    def admit_waiting(self, builder: PlanBuilder, budget: Budget, refill: Callable[[int], int] | None) -> None:
-        """Admit waiting requests in the queue's order. A smaller request does not overtake the first one.
-
-        `refill`: submits up to the given number of further requests, and returns how many."""
+    def admit_waiting(self, builder: PlanBuilder, budget: Budget, sources: PromptSources[Sequence[Request]]) -> None:
+        """Admit waiting requests in the queue's order, then prompts of `sources`. A smaller request does not overtake
+        the first one."""
         cache = self._cache
         while budget.tokens and budget.rows:
             # every running row may need a page in each step that is launched before a result is committed
@@ -151,7 +150,7 @@ class Admitter:
             if cache.num_free <= watermark or (builder and cache.has_enough_loads):
                 return
             request = self._waiting.first()
-            if request is None and refill is not None and refill(1):
+            if request is None and sources and sources.take(1):
                 request = self._waiting.first()  # None if the new request waits for something else
             if request is None or not self._row_allocator.can_share_tables(request, self._config.max_step_logprobs):
                 return

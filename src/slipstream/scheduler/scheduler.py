@@ -15,7 +15,7 @@ the next plan can reuse the row while the result is still in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -46,8 +46,8 @@ from slipstream.scheduler.outputs import (
 )
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.planners import Admitter, Budget, RunningPlanner
-from slipstream.scheduler.query_registry import QueryRegistry, check_admissible
-from slipstream.scheduler.waiting import WaitingQueue
+from slipstream.scheduler.query_registry import QueryRegistry, admits_any_request, check_admissible
+from slipstream.scheduler.waiting import PromptSources, WaitingQueue
 
 
 class Scheduler:
@@ -68,9 +68,8 @@ class Scheduler:
         self.adapters = adapters
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.drafts = DraftPlanner(config, cache)
-        # submits up to the given number of requests from a caller that has more; returns how many
-        self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
+        self.sources: PromptSources[Sequence[Request]] = PromptSources(self.submit, self._waiting)
         self._row_allocator = RowAllocator(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
@@ -110,8 +109,14 @@ class Scheduler:
         """Number of request ids with a sample that has not ended."""
         return len(self._lifecycle.live)
 
+    @property
+    def may_wait_for_prompts(self) -> bool:
+        """Whether plans are the same however late prompts of one priority are submitted: no other request would go
+        before them, and none of them can be refused."""
+        return not self._lifecycle.live and admits_any_request(self.config, self.cache)
+
     def has_requests(self) -> bool:
-        """Whether there is anything to plan, to commit or to report."""
+        """Whether there is anything to plan, to commit or to report. Prompts of `sources` do not count."""
         return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
@@ -183,7 +188,7 @@ class Scheduler:
         budget = Budget(self.config, self._row_allocator.num_free)
         self._running.limit_prefill(budget, self.max_num_tokens)
         if self._running.plan(builder, budget):
-            self._admitter.admit_waiting(builder, budget, self.refill)
+            self._admitter.admit_waiting(builder, budget, self.sources)
         if not builder:
             return None  # rows released meanwhile are part of the next plan
         return self._finish_plan(builder)

@@ -1,5 +1,7 @@
 """WaitingQueue: requests without a row, ordered by priority, then by fair queueing of callers, then by arrival.
 
+`PromptSources`: prompts that a queue takes from their callers when the steps have room for them.
+
 A caller with thousands of requests does not block other callers: see FairQueue. A preempted request goes
 before all that have not started, because its caller is already reading output. A request that also waits for something
 else (`WaitFor`) is in the queue, but is not returned by `first` before that has happened.
@@ -8,10 +10,11 @@ else (`WaitFor`) is in the queue, but is not returned by `first` before that has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
-from slipstream.base.errors import QueueFull
+from slipstream.base.errors import QueueFull, UserError
 from slipstream.contracts.request import Request, WaitFor
 
 
@@ -251,6 +254,91 @@ class FairQueue:
         used, turn, caller = entry
         account = self._accounts.get(caller)
         return account is not None and account.waits and (account.used, account.turn) == (used, turn)
+
+
+# PromptSources: prompts of calls that are submitted as the steps have room for them.
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class RequestSource(Protocol[R_co]):
+    """A `PromptSource` whose prompts are requests of a scheduler."""
+
+    def is_ready(self) -> bool: ...
+    def take(self, limit: int) -> Sequence[R_co]: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+class _Open(Generic[R]):
+    __slots__ = ("source", "is_lazy", "unsubmitted")
+
+    def __init__(self, source: RequestSource[R], is_lazy: bool) -> None:
+        self.source = source
+        self.is_lazy = is_lazy
+        self.unsubmitted: Sequence[R] = ()  # requests that the full queue refused
+
+
+class PromptSources(Generic[R]):
+    """The sources of the calls that have more prompts. The newest comes first: a call that the callback of another call
+    makes ends before that one goes on."""
+
+    def __init__(self, submit: Callable[[R], None], queue: Sized) -> None:
+        """`submit` raises if the request is refused. `queue`: the requests that wait."""
+        self._submit = submit
+        self._queue = queue
+        self._open: list[_Open[R]] = []
+        self.num_refused = 0  # prompts, of which each has ended its source
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether prompts are taken as late as the steps allow; else as early as the queue allows."""
+        return self._open[-1].is_lazy
+
+    def is_ready(self) -> bool:
+        """Whether `take` does not wait."""
+        return bool(self._open[-1].unsubmitted) or self._open[-1].source.is_ready()
+
+    def add(self, source: RequestSource[R], *, is_lazy: bool) -> Callable[[], None]:
+        """Takes prompts of the source until they have ended, or until the function that is returned is called."""
+        opened = _Open(source, is_lazy)
+        self._open.append(opened)
+        return partial(self._close, opened)
+
+    def _close(self, opened: _Open[R]) -> None:
+        self._open = [each for each in self._open if each is not opened]
+
+    def take(self, limit: int) -> int:
+        """Submits up to `limit` prompts and returns how many it took: one, which may be waited for, and more if they
+        are ready. Fewer if the queue is full or the prompts have ended."""
+        num = 0
+        while self._open and num < limit and (not num or self.is_ready()):
+            newest = self._open[-1]
+            requests = newest.unsubmitted or newest.source.take(limit - num)
+            count = self._submit_all(newest.source, requests[: limit - num])
+            num += count
+            newest.unsubmitted = requests[count:]
+            if newest.unsubmitted:
+                break
+            if not requests:
+                self._close(newest)
+        return num
+
+    def _submit_all(self, source: RequestSource[R], requests: Sequence[R]) -> int:
+        """Returns how many were submitted before the queue was full; all of them if one was refused."""
+        for num, request in enumerate(requests):
+            try:
+                self._submit(request)
+            except (UserError, QueueFull) as error:
+                if isinstance(error, QueueFull) and self._queue:
+                    return num
+                self.num_refused += 1
+                source.fail(error)
+                break
+        return len(requests)
 
 
 # LazyHeap: a heap whose entries may become stale.

@@ -150,6 +150,8 @@ class CoreServer:
         elif isinstance(message, AbortAll):
             return [AbortedAll(message.call, 0)]
         elif isinstance(message, ResetPrefixCache):
+            if message.preempts:
+                return [*self.lanes.sleeper.preempt_all(), message]
             self.lanes.reset_prefix_cache()
             return [message]
         elif isinstance(message, Inspect):

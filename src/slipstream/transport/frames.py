@@ -70,6 +70,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """To the core: clear the prefix caches of all models. The core sends the same message back when it is done."""
 
     call: str
+    preempts: bool = False  # running requests lose their pages too, and are computed again
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True, array_like=True):

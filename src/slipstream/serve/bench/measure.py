@@ -171,18 +171,19 @@ def _run(
     detokenize: bool,
     advance: Advance,
 ) -> Trial:
-    from slipstream.front.request_state import OutputProcessor  # slow to import, and not needed for --help
+    from slipstream.contracts.messages import Abort
+    from slipstream.front.request_state import GenerationRequestState  # slow to import, and not needed for --help
 
     llm.reset_prefix_cache()
     core, clock = llm.core, time.perf_counter
-    outputs = OutputProcessor(llm.tokenizer if detokenize else None)
+    tokenizer = llm.tokenizer if detokenize else None
     limit = len(items) if concurrency is None else concurrency
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
     states: list[RequestState] = []
+    active: dict[str, RequestState] = {}  # by request id
     first_step, device, drafts = core.num_steps, core.timer.total.copy(), DraftTrial.of(core)
     waiting = iter(enumerate(items))
-    active = 0
     begin = clock()
     while active or len(states) < len(items):
         due = len(items) if arrivals is None else bisect_right(arrivals, clock() - begin)
@@ -190,7 +191,7 @@ def _run(
             assert arrivals is not None
             time.sleep(max(0.0, arrivals[due] - (clock() - begin)))
             continue
-        while active < limit and len(states) < due and (entry := next(waiting, None)) is not None:
+        while len(active) < limit and len(states) < due and (entry := next(waiting, None)) is not None:
             number, item = entry
             own = params.with_changes(max_tokens=item.output_len)
             message, text = llm.inputs.prepare(f"bench-{number}", item.prompt, own)
@@ -198,18 +199,18 @@ def _run(
             submitted[message.request_id] = clock() if arrivals is None else begin + arrivals[number]
             token_times[message.request_id] = []
             core.submit(message)
-            states.append(outputs.open(message, text, streaming=False))
-            active += 1
+            states.append(GenerationRequestState(message, text, tokenizer, streaming=False))
+            active[message.request_id] = states[-1]
         step_outputs = core.step()
         now = clock()
         for output in step_outputs:
-            token_times[output.request_id] += [now] * len(output.token_ids)
-        updated, aborts = outputs.process(step_outputs)
-        for abort in aborts:
-            core.abort(abort)
-        for state in updated:
+            if (state := active.get(output.request_id)) is None:
+                continue  # a step was in flight when a stop string ended it
+            token_times[state.id] += [now] * len(output.token_ids)
+            if state.take(output, time.monotonic()):
+                core.abort(Abort(state.id, output.sample))
             if state.finished:
-                active -= 1
+                del active[state.id]
                 advance(len(token_times[state.id]))
     results = [state.result() for state in states]
     seconds = clock() - begin

@@ -7,15 +7,14 @@ token per beam.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
-from slipstream.front.beam_search import BeamSearch, BeamSearchParams, BeamStep
+from slipstream.front.beam_search import BeamSearch, BeamSearchParams, BeamStep, Entries, search_to_the_end
 from slipstream.front.request_state import GenerationRequestState
-from slipstream.front.results import Logprob
 from slipstream.front.sample_state import SampleState
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
@@ -76,46 +75,31 @@ async def search_beams(
     step = step.with_changes(**{field: value for field, value in first.items() if value is not None})
     special = body.add_special_tokens is not False
 
-    async def run(inputs: list[object], each: list[SamplingParams]) -> list[GenerationRequestState]:
-        size = sum(len(prompt) for prompt in inputs if isinstance(prompt, str))
-        prepare = partial(submits_for, request, name, inputs, each, add_special_tokens=special)
-        with await start(request, name, len(inputs), size, prepare, stream=False, limit=None) as stream:
-            return await stream.wait()
+    async def generate(beams: Sequence[list[int]], each: Sequence[SamplingParams]) -> list[Entries]:
+        prepare = partial(submits_for, request, name, beams, each, add_special_tokens=False)
+        with await start(request, name, len(beams), 0, prepare, stream=False, limit=None) as stream:
+            return [_entries(request, state) for state in await stream.wait()]
 
-    grammar, steps = None, [BeamStep(step)] * len(prompts)
-    if params.structured_outputs is not None:
-        # in threads of their own: a grammar takes up to seconds to compile, and the tokens of many beams milliseconds
-        grammars = request.state.beam_grammars
-        grammar = await grammars.open(served, params, request.caller)
-        in_thread = grammars.of(served).run
-        steps = [await asyncio.wrap_future(in_thread(partial(grammar.step, step, ())))] * len(prompts)
-    inputs = list(prompts)
-    searches: list[BeamSearch] = []
-    while inputs:
-        states = await run(inputs, [own.params for own in steps])
-        for index, own in enumerate(steps):
-            if not own.kept(_entries(request, states[index])):
-                (states[index],) = await run([inputs[index]], [own.again()])
-        if not searches:
-            searches = [BeamSearch(state.message.prompt_token_ids, params, served.description) for state in states]
-            step = step.with_changes(truncate_prompt_tokens=None)
-        outputs = zip(steps, states, strict=True)
-        for search in searches:
-            likeliest = []
-            for _ in search.beams:
-                own, state = next(outputs)
-                likeliest.append(own.kept(_entries(request, state)))
-            search.take(likeliest)
-            await asyncio.sleep(0)  # with many beams a step takes milliseconds: other requests come first
-        beams = [beam.tokens for search in searches for beam in search.beams]
-        inputs, steps = list[object](beams), [BeamStep(step)] * len(beams)
-        if grammar is not None:
-            starts = [search.num_prompt for search in searches for _ in search.beams]
-            steps = await asyncio.wrap_future(in_thread(partial(grammar.steps, step, beams, starts)))
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    prepare = partial(submits_for, request, name, prompts, step, add_special_tokens=special)
+    submits = await request.state.encode(len(prompts), size, prepare, request.caller)
+    searches = [BeamSearch(message.prompt_token_ids, params, served.description) for message, _ in submits]
+    step = step.with_changes(truncate_prompt_tokens=None)
+    if params.structured_outputs is None:
+        await search_to_the_end(searches, step, None, generate)
+        return searches
+    # in threads of their own: a grammar takes up to seconds to compile, and the tokens of many beams milliseconds
+    grammars = request.state.beam_grammars
+    grammar = await grammars.open(served, params, request.caller)
+
+    async def run(function: Callable[[], list[BeamStep]]) -> list[BeamStep]:
+        return await asyncio.wrap_future(grammars.of(served).run(function))
+
+    await search_to_the_end(searches, step, grammar, generate, run=run)
     return searches
 
 
-def _entries(request: Request, state: GenerationRequestState) -> Mapping[int, Logprob]:
+def _entries(request: Request, state: GenerationRequestState) -> Entries:
     check_end(request, state)
     entries = state.samples[0].logprobs
     assert entries is not None, "the step asks for logprobs"

@@ -14,8 +14,9 @@ from slipstream.base.typed import Fields, doc, unsupported
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.contracts.messages import Pooled, Submit
 from slipstream.front.inputs import PreparedPrompt
-from slipstream.front.pooling_calls import PoolingCall, Results
+from slipstream.front.pooling_calls import PoolingCall, Results, drive
 from slipstream.front.pooling_inputs import PoolingInputs, PoolingPrompts
+from slipstream.front.pooling_prompts import PoolingBatch
 from slipstream.front.pooling_results import PoolingRequestOutput
 from slipstream.front.prompts import LONG, PROMPT_COST
 from slipstream.front.request_state import PoolingRequestState
@@ -71,27 +72,21 @@ def activation(scores: bool, what: str, **given: bool | None) -> dict[str, Any]:
 async def run(request: Request, chosen: Chosen, pooling_call: PoolingCall[T], size: int) -> tuple[T, int]:
     """Runs a pooling request. Returns its result and the number of prompt tokens. `size`: characters of all prompts."""
     state, engine = request.state, request.state.engine
-    found: Results | None = None
     num_tokens = 0
-    try:
-        while True:
-            batches = next(pooling_call) if found is None else pooling_call.send(found)
-            prompts = PoolingPrompts(chosen.inputs, batches, engine.new_id, as_lists=True)
-            read = partial(list[PreparedPrompt], prompts)
-            submits = await state.encode(prompts.total, size + PROMPT_COST * prompts.total, read, request.caller)
-            hint = "send fewer or shorter prompts, ask for fewer dimensions"
-            state.check_answer(prompts.num_bytes(submits), "arrays", hint)
-            count = sum(len(message.prompt_token_ids) for message, _ in submits)
-            state.admit(len(submits), count, request.caller)  # again: the queue may have filled while tokenising
-            num_tokens += count
-            with engine.read(submits, chosen.name, streaming=False, caller=request.caller) as request_stream:
-                request.request_states = request_stream.states
-                request_states = await request_stream.wait()
-            check_ends(request_states)
-            found = prompts.in_order([request_state.result() for request_state in request_states])
-    except StopIteration as end:
-        result: T = end.value
-        return result, num_tokens
+
+    async def run_batches(batches: list[PoolingBatch]) -> Results:
+        nonlocal num_tokens
+        prompts = PoolingPrompts(chosen.inputs, batches, engine.new_id, as_lists=True)
+        read = partial(list[PreparedPrompt], prompts)
+        submits = await state.encode(prompts.total, size + PROMPT_COST * prompts.total, read, request.caller)
+        hint = "send fewer or shorter prompts, ask for fewer dimensions"
+        state.check_answer(prompts.num_bytes(submits), "arrays", hint)
+        count = sum(len(message.prompt_token_ids) for message, _ in submits)
+        num_tokens += count
+        request_states = await _run(request, chosen, submits, count)
+        return prompts.in_order([request_state.result() for request_state in request_states])
+
+    return await drive(pooling_call, run_batches), num_tokens
 
 
 def short_text(given: Any) -> str | None:
@@ -109,23 +104,29 @@ async def run_text(
     params, prefix = inputs.resolve(params), inputs.prefix(prompt_name)
     ids = inputs.text_ids(text, params, prefix)
     params = inputs.after_prefix(params, prefix)
-    state.admit(1, len(ids), request.caller)
     submit = Submit(engine.new_id(), ids, params, time.time(), params.priority, params.cache_salt)
-    with engine.read(((submit, text),), chosen.name, streaming=False, caller=request.caller) as request_stream:
+    (request_state,) = await _run(request, chosen, ((submit, text),), len(ids))
+    assert request_state.output is not None and request_state.output.pooled is not None
+    return request_state.output.pooled, len(ids)
+
+
+async def _run(
+    request: Request, chosen: Chosen, submits: Sequence[PreparedPrompt], num_tokens: int
+) -> Sequence[PoolingRequestState]:
+    """Runs prompts, if the queue has room: it may have filled while they were tokenised. Raises if one has no result,
+    since a response has all results or an error."""
+    engine = request.state.engine
+    request.state.admit(len(submits), num_tokens, request.caller)
+    with engine.read(submits, chosen.name, streaming=False, caller=request.caller) as request_stream:
         request.request_states = request_stream.states
         request_states = await request_stream.wait()
-    check_ends(request_states)
-    return request_states[0].output.pooled, len(ids)
-
-
-def check_ends(request_states: Sequence[PoolingRequestState]) -> None:
-    """Raises if a prompt has no result: a response has all results or an error."""
     for request_state in request_states:
         output = request_state.output
         if output is None:
             raise aborted()
         if output.pooled is None:
             raise HTTPException(500, output.error or "the model gave no result", code="pooling_failed")
+    return request_states
 
 
 def usage_of(found: Sequence[PoolingRequestOutput[Any]]) -> PoolUsage:

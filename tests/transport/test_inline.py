@@ -1,4 +1,4 @@
-"""SyncLoop: when the prompts of a call are submitted, with a scripted device."""
+"""InlineClient: when the prompts of a call are submitted, and interrupts, with a scripted device."""
 
 from __future__ import annotations
 
@@ -8,27 +8,42 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 
 from patience import PATIENCE
 from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream import AsyncEngine
+from slipstream.api.llm import follow
 from slipstream.base.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
+from slipstream.engine.core import PROMPTS_PER_STEP
 from slipstream.engine.lanes import Lanes
-from slipstream.front.sync_loop import PROMPTS_PER_STEP, SyncLoop
 from slipstream.record.device_timing import DeviceTimer
+from slipstream.transport.inline import InlineClient
 
-SERVED = SimpleNamespace(description=SimpleNamespace(name="m"), base_name="m", tokenizer=None)
+DESCRIPTION = SimpleNamespace(name="m", max_waiting=None, adapters=())
+SERVED = SimpleNamespace(description=DESCRIPTION, base_name="m", tokenizer=None, lora=None)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
+class Prompts(list):
+    """Prompts with one priority."""
+
+    has_one_priority = True
+
+    @classmethod
+    def of(cls, messages):
+        return cls((message, None) for message in messages)
+
+
 class World:
-    """A drive that keeps what was launched, and how many had been taken in by then."""
+    """A client that keeps what was launched, and how many prompts were submitted by then."""
 
     def __init__(self, depth=1, **limits):
         self.core = scripted_core(depth, **limits)
-        self.drive = SyncLoop(Lanes({"m": self.core}))
+        self.client = InlineClient(Lanes({"m": self.core}))
+        self.engine = AsyncEngine(client=self.client)
+        self.engine.models["m"] = SERVED
         self.plans, self.num_taken = [], []
         launch = self.core.executor.launch
 
@@ -39,13 +54,25 @@ class World:
 
         self.core.executor.launch = watched
 
-    def may_follow(self, messages):
-        return self.drive.may_follow(SERVED, [(message, None) for message in messages])
-
     def run(self, messages, follows=True):
-        prepared = [(message, None) for message in messages]
-        with self.drive.turn():
-            return self.drive.run(SERVED, prepared, follows=follows)
+        return self.feed(Prompts.of(messages) if follows else list(Prompts.of(messages)))
+
+    def feed(self, prompts):
+        async def call():
+            with self.engine.read((), streaming=False) as stream:
+                return await stream.feed(prompts)
+
+        return self.client.call(call())
+
+    def stream(self, message):
+        return follow(self.client, self.engine, (message, None), "m")
+
+    def num_first(self, messages):
+        """Prompts that were submitted before the first step."""
+        self.num_taken.clear()
+        num_before = self.core._num_submitted
+        self.run(messages)
+        return self.num_taken[0] - num_before
 
 
 def tokens_of(track):
@@ -67,7 +94,6 @@ def mixed(num):
 def test_the_steps_are_the_same_whenever_prompts_are_taken_in(depth, limits):
     messages = list(mixed(40))
     follows, early = World(depth, **limits), World(depth, **limits)
-    assert follows.may_follow(messages)
     found, wanted = follows.run(messages), early.run(messages, follows=False)
     assert [track.id for track in found] == [message.request_id for message in messages]
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
@@ -124,23 +150,23 @@ def test_queue_time_counts_from_the_start_of_the_call():
 
 
 def test_all_prompts_are_submitted_first_where_their_order_matters():
-    some = list(mixed(3))
-    assert World().may_follow(some)
-    assert not World().may_follow([*some, msgspec.structs.replace(some[0], priority=1)])
-    assert not World(num_pages=9).may_follow(some)  # one that is too large must be refused before any runs
-    world = World()
-    with_others = world.drive.stream(SERVED, (submit("other", [1], max_tokens=9), None))
+    some = [submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)]
+    world = World(max_num_batched_tokens=16)
+    assert world.num_first(some) == 2
+    with_others = world.stream(submit("other", [1], max_tokens=9))
     next(with_others)
-    assert not world.may_follow(some)
+    assert world.num_first(some) == 20
     with_others.close()
-    assert world.may_follow(some)
+    assert world.num_first(some) == PROMPTS_PER_STEP  # its last step is in flight
+    # one that is too large must be refused before any runs
+    assert World(num_pages=9, max_num_batched_tokens=16).num_first(some) == 20
 
 
 def test_a_prompt_that_can_never_run_is_refused_before_any_runs():
     world = World(num_pages=9)
     messages = [submit("a", [1] * 8), submit("b", [1] * 40, max_tokens=20)]
     with pytest.raises(RequestTooLarge):
-        world.run(messages, follows=world.may_follow(messages))
+        world.run(messages)
     assert not world.plans and not world.core.has_requests()
 
 
@@ -152,7 +178,7 @@ def test_more_samples_than_the_queue_holds_are_refused():
     world.core.scheduler.check()
 
 
-class Late(list):
+class Late(Prompts):
     """Prompts that become ready some time, the first two at once."""
 
     ready = True
@@ -171,8 +197,7 @@ def test_a_step_waits_for_a_prompt_only_if_it_has_room(depth):
     """So steps are the same, however long a text takes to be encoded."""
     messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)]
     follows, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
-    prompts = Late((message, None) for message in messages)
-    found = follows.drive.run(SERVED, prompts, follows=True)
+    found = follows.feed(Late.of(messages))
     wanted = early.run(messages, follows=False)
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
     assert list(map(str, follows.plans)) == list(map(str, early.plans))
@@ -190,14 +215,14 @@ def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_eng
     """Also where it is a step that asks for them: nothing of the engine is touched while they are read."""
     world = World(depth, max_num_batched_tokens=16)
 
-    def prompts():
-        for number in range(place):
-            yield submit(f"r{number}", [number + 1] * 8, max_tokens=3), None
-        raise error("no")
+    class Failing(Prompts):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise error("no")
 
     with pytest.raises(error, match="no"):
-        world.drive.run(SERVED, prompts(), follows=True)
-    assert not world.drive.outputs.states and not world.core.scheduler.num_running
+        world.feed(Failing.of(submit(f"r{number}", [number + 1] * 8, max_tokens=3) for number in range(place)))
+    assert world.engine.is_idle and not world.core.scheduler.num_running
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -208,36 +233,36 @@ def test_a_handled_error_keeps_no_reference_to_prompts(place):
     """Else they are kept until old garbage is collected."""
     world = World(max_num_batched_tokens=16)
 
-    class Prompts(list):
+    class Failing(Prompts):
         def __iter__(self):
             yield from super().__iter__()
             raise ValueError("no")
 
-    prompts = Prompts([(submit("r", [1] * 8, max_tokens=3), None)] * place)
+    prompts = Failing.of([submit("r", [1] * 8, max_tokens=3)] * place)
     kept = weakref.ref(prompts)
     gc.disable()
     try:
         with pytest.raises(ValueError, match="no") as found:
-            world.drive.run(SERVED, prompts, follows=True)
+            world.feed(prompts)
         del found, prompts
         assert kept() is None
     finally:
         gc.enable()
 
 
-def test_an_engine_failure_during_refill_is_not_a_user_error(monkeypatch):
+def test_an_engine_failure_as_a_prompt_is_taken_is_not_a_user_error(monkeypatch):
     world = World(max_num_batched_tokens=16)
-    take_in = world.core.submit_one
+    take_in = world.core._requests
 
     def broken(message):
         if message.request_id == "r1":  # the first that a step asks for
             raise ValueError("broken")
-        take_in(message)
+        return take_in(message)
 
-    monkeypatch.setattr(world.core, "submit_one", broken)
+    monkeypatch.setattr(world.core, "_requests", broken)
     with pytest.raises(EngineDead, match="broken"):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    assert not world.drive.outputs.states
+    assert world.engine.is_idle
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -296,8 +321,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
                 now += 0.5
                 yield prepared
 
-    prompts = Slow((submit(f"r{place}", [place + 1] * 8, max_tokens=3), None) for place in range(20))
-    world.drive.run(SERVED, prompts, follows=True)
+    world.feed(Slow.of(submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)))
     total, num_steps = timer.total, len(world.plans)
     assert total.num_steps == num_steps and total.host == pytest.approx(0.001 * num_steps)
     assert world.core.pace._host < 0.0011
@@ -306,11 +330,11 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
 
 def test_a_failed_call_aborts_its_requests():
     world = World(max_num_batched_tokens=16)
-    world.drive.outputs.process = None  # processing the results fails
+    world.engine.receive = None  # processing the results fails
     with pytest.raises(TypeError):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    del world.drive.outputs.process
-    assert world.core.scheduler.refill is None and not world.drive.outputs.states
+    del world.engine.receive
+    assert not world.core.scheduler.sources and world.engine.is_idle
     assert world.core.scheduler.num_waiting == world.core.scheduler.num_running == 0
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -321,7 +345,7 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
     world.core.executor.breaks_at = "finish"
     with pytest.raises(EngineDead):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    assert not world.drive.outputs.states
+    assert world.engine.is_idle
 
 
 @DEPTHS
@@ -342,7 +366,7 @@ def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth,
     monkeypatch.setattr(waiting.heapq, "heappush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.run([submit("a", [1, 2]), submit("b", [3])], follows=follows)
-    assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
+    assert world.core.scheduler.num_waiting == 0 and world.engine.is_idle
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -352,7 +376,7 @@ def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth,
 def test_an_interrupted_call_takes_nothing_from_a_stream():
     world = World()
     message = submit("s", [1, 2], max_tokens=6)
-    stream = world.drive.stream(SERVED, (message, None))
+    stream = world.stream(message)
     next(stream)
     step = world.core.step
 
@@ -373,14 +397,14 @@ def test_an_interrupted_call_takes_nothing_from_a_stream():
 def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
     """Between calls a thread of the engine's own may drop it, which must not touch the engine."""
     world = World()
-    stream = world.drive.stream(SERVED, (submit("s", [1, 2], max_tokens=9), None))
+    stream = world.stream(submit("s", [1, 2], max_tokens=9))
     next(stream)
     other = threading.Thread(target=stream.close)
     other.start()
     other.join(PATIENCE)
     assert world.core.scheduler.num_live == 1
-    with world.drive.turn():
-        assert world.may_follow(list(mixed(3)))
+    with world.client.turn():
+        assert world.engine.is_idle
     assert not world.core.scheduler.num_live
     world.core.scheduler.check()
 
@@ -388,7 +412,7 @@ def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
 @pytest.mark.usefixtures("interrupts")
 def test_all_requests_are_aborted_despite_a_second_interrupt():
     world = World(max_num_seqs=4)
-    abort, step, aborted = world.drive.lanes.abort, world.core.step, []
+    abort, step, aborted = world.client.lanes.abort, world.core.step, []
 
     def interrupted_abort(message):
         aborted.append(message)
@@ -401,10 +425,10 @@ def test_all_requests_are_aborted_despite_a_second_interrupt():
         signal.raise_signal(signal.SIGINT)
         return step()
 
-    world.drive.lanes.abort, world.core.step = interrupted_abort, interrupted
+    world.client.lanes.abort, world.core.step = interrupted_abort, interrupted
     with pytest.raises(KeyboardInterrupt):
         world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], follows=False)
-    assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
+    assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and world.engine.is_idle
 
 
 @pytest.mark.parametrize("follows", [False, True])

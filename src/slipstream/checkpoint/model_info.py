@@ -36,7 +36,7 @@ _BY_LAYER = {
     "ModernBert": (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)),
 }
 # models that see pictures, whose positions have three parts: in a text all three are the same
-_THREE_PARTS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+_THREE_PARTS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
 _SCALED = ("llama3", "yarn", "longrope")  # kinds that depend on the original training length
 
 

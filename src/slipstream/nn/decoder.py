@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -253,7 +253,8 @@ class DecoderShape:
     num_position_rows: int = 0  # of a table whose row for each position is added to the embedding (GPT-2); 0: no table
     # endings of names of weights that the checkpoint stores as [inputs, outputs]
     transposed: tuple[str, ...] = ()
-    transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
+    # stacked experts of the checkpoint are [experts, inputs, outputs], and how gate and up lie in them
+    transposed_experts: Literal["no", "interleaved", "halves"] = "no"
     shard: Shard | None = None  # the rank that has a part of the vocabulary, whose size stays that of all ranks
     headless: bool = False  # the checkpoint has no projection to tokens: it gives vectors or scores
 

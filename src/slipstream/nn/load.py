@@ -315,10 +315,13 @@ def open_stored(config: ModelConfig) -> WeightSource:
 
 def wrap_source(source: WeightSource, model: Decoder | Encoder) -> WeightSource:
     """The tensors of a Hugging Face checkpoint, in the layout that the model reads."""
-    transposed = isinstance(model, Decoder) and model.shape.transposed_experts
-    source = UnstackedSource(source, transposed)
-    if isinstance(model, Decoder) and model.shape.transposed:
-        source = TransposedSource(source, model.shape.transposed)
+    transposed = model.shape.transposed_experts if isinstance(model, Decoder) else "no"
+    source = UnstackedSource(source, transposed, model.shape.hidden_size)
+    endings = model.shape.transposed if isinstance(model, Decoder) else ()
+    if isinstance(model, Decoder) and model.tower is not None:
+        endings += model.tower.shape.transposed
+    if endings:
+        source = TransposedSource(source, endings)
     return source
 
 

@@ -88,7 +88,7 @@ from slipstream.nn.families.llama_variants import (
     hunyuan_shape,
     ministral3_shape,
     ministral_shape,
-    mistral3_text_shape,
+    nested_text_shape,
     olmo2_rules,
     olmo2_shape,
     olmo3_shape,
@@ -131,6 +131,8 @@ from slipstream.nn.families.moe import (
     olmoe_shape,
     qwen2_moe_shape,
     qwen3_moe_shape,
+    qwen3_vl_moe_shape,
+    vision_text_moe_rules,
 )
 from slipstream.nn.families.rotary_bert import (
     eurobert_heads,
@@ -232,10 +234,14 @@ DECODER_ENDINGS = (
     "ForProcessRewardModel",
 )  # fmt: skip
 MULTIMODAL = {
-    "Mistral3ForConditionalGeneration": Family(mistral3_text_shape, vision_text_rules),
+    **{
+        f"{name}ForConditionalGeneration": Family(nested_text_shape, vision_text_rules)
+        for name in ("Mistral3", "Llava", "Idefics3", "SmolVLM")
+    },
     "Qwen2VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
     "Qwen3VLForConditionalGeneration": Family(qwen3_shape, vision_text_rules),
+    "Qwen3VLMoeForConditionalGeneration": Family(qwen3_vl_moe_shape, vision_text_moe_rules),
     "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
     "Gemma3nForConditionalGeneration": Family(gemma3n_shape, gemma3n_text_rules),
     "Gemma4ForConditionalGeneration": Family(gemma4_shape, gemma4_text_rules),

@@ -3,7 +3,7 @@ EXAONE-4."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -42,18 +42,6 @@ def ministral3_shape(info: ModelInfo) -> DecoderShape:
         length = int(factors["original_max_position_embeddings"])
         attention = replace(attention, query_scale=QueryScale(float(beta), length))
     return llama_shape(info, attention, windows=mistral_windows(info))
-
-
-_TEXT_SHAPES = {"mistral": mistral_shape, "ministral": ministral_shape, "ministral3": ministral3_shape}
-
-
-def mistral3_text_shape(info: ModelInfo) -> DecoderShape:
-    """The text part of Mistral 3, whose config says which of these it is."""
-    kind = info.extra.get("model_type")
-    kind = "mistral" if kind == "mistral3" else kind  # its text_config leaves the usual one out
-    if kind not in _TEXT_SHAPES:
-        raise UnsupportedModel(f"{info.architecture} has a text part of type {kind}; we run {', '.join(_TEXT_SHAPES)}")
-    return _TEXT_SHAPES[kind](info)
 
 
 # OLMo-2 and 3: norms after attention and MLP, none before; queries and keys normed over all heads together.
@@ -297,14 +285,30 @@ def glm4_rules(shape: DecoderShape) -> Rules:
     return llama_rules(shape, _FUSED | _NORMS_AFTER)
 
 
-# Tensor names of models that see pictures, of which the text part runs.
+# The text part of models that see pictures.
 
-_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
-_ROOTS = ("model.language_model", "language_model.model", "model", "")
+_TEXT_SHAPES = {
+    "mistral": mistral_shape, "ministral": ministral_shape, "ministral3": ministral3_shape, "llama": llama_shape,
+    "qwen2": qwen2_shape, "qwen3": qwen3_shape,
+}  # fmt: skip
+_USUAL_TEXT = {"mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama"}
 
 
-def vision_text_rules(shape: DecoderShape) -> Rules:
+def nested_text_shape(info: ModelInfo) -> DecoderShape:
+    """The text part of a model whose config says which of these it is, or leaves the usual one out."""
+    kind = str(info.extra.get("model_type"))
+    kind = _USUAL_TEXT.get(kind, kind)
+    if kind not in _TEXT_SHAPES:
+        raise UnsupportedModel(f"{info.architecture} has a text part of type {kind}; we run {', '.join(_TEXT_SHAPES)}")
+    return _TEXT_SHAPES[kind](info)
+
+
+_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+_ROOTS = ("model.language_model", "language_model.model", "model.text_model", "model", "")
+
+
+def vision_text_rules(shape: DecoderShape, others: Mapping[str, str | None] | None = None) -> Rules:
     """Rules of the text part, in the names of older and newer releases; tensors for images are left out."""
     pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in _PARTS}
     head = {"language_model.lm_head.{kind}": None if shape.tied or shape.headless else "head.{kind}"}
-    return Rules(pictures | head) | llama_rules(shape, roots=_ROOTS)
+    return Rules(pictures | head) | llama_rules(shape, others, _ROOTS)

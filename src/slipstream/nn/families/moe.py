@@ -18,6 +18,7 @@ from slipstream.nn.families.llama import (
     llama_shape,
     mistral_windows,
 )
+from slipstream.nn.families.llama_variants import vision_text_rules
 from slipstream.nn.shapes import AttentionShape, ExpertShape, FeedShape, LatentShape, MlpShape
 from slipstream.nn.weights.source import Rules
 from slipstream.ops.gemm.moe.reference import CLAMP_LIMIT, RouterRule
@@ -59,6 +60,16 @@ def qwen3_moe_shape(info: ModelInfo) -> DecoderShape:
     return with_feeds(llama_shape(info, attention, windows=(window,) * info.num_layers), _where_sparse(info, feed))
 
 
+def qwen3_vl_moe_shape(info: ModelInfo) -> DecoderShape:
+    """The text part of Qwen3-VL with experts, whose scores are always divided by the sum of the chosen ones."""
+    feed = expert_shape(
+        info, needed_number(info, "moe_intermediate_size"), replace(_softmax_rule(info), renormalize=True)
+    )
+    attention = replace(llama_attention(info), qk_norm="heads", output_bias=info.attention_bias)
+    shape = with_feeds(llama_shape(info, attention), _where_sparse(info, feed))
+    return replace(shape, transposed_experts="halves")
+
+
 def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
     """Layers before `first_k_dense_replace` are dense; the router is DeepSeek-V3's."""
     size, extra = needed_number(info, "moe_intermediate_size"), info.extra
@@ -74,6 +85,10 @@ def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
 
 def moe_rules(shape: DecoderShape) -> Rules:
     return llama_rules(shape, expert_names())
+
+
+def vision_text_moe_rules(shape: DecoderShape) -> Rules:
+    return vision_text_rules(shape, expert_names())
 
 
 def expert_names() -> dict[str, str | None]:
@@ -185,7 +200,7 @@ def gpt_oss_shape(info: ModelInfo) -> DecoderShape:
     feed = replace(feed, gate="clamped_swiglu", bias=True, router_bias=True)
     windows = layer_windows(info, lambda layer: layer % 2 == 0)
     shape = llama_shape(info, replace(llama_attention(info), sinks=True), windows=windows)
-    return replace(with_feeds(shape, lambda layer: feed), transposed_experts=True)
+    return replace(with_feeds(shape, lambda layer: feed), transposed_experts="interleaved")
 
 
 def gpt_oss_rules(shape: DecoderShape) -> Rules:

@@ -45,15 +45,23 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
     order [N] int64: where each patch was before they were sorted; absent: they come as they are
     cells [2, N] int64: row and column of each patch, for a rope; absent without
     table_rows [taps, N] int64, table_weights [taps, N] float32: of a position table; absent without
+    with_class [N + views] int64: which patch each hidden state of the layers is, or N for a class token; patches [N]
+        int64: where each patch is among them; absent without class tokens
     starts [segments + 1] int32; window_starts likewise, absent without windows
     outputs [M] int64: where each row of the output is among those computed; absent: they are in order
     """
     views = [grid for image in images for grid in image.grids]
     parts = [_lay_out_view(shape, grid) for grid in views]
-    sizes = [len(part.order) for part in parts]
+    num_patches = sum(len(part.order) for part in parts)
     segments = np.array([rows * cols for frames, rows, cols in views for _ in range(frames)], np.int32)
     windows = np.concatenate([part.windows for part in parts])
-    arrays: dict[str, NDArray[np.generic]] = {"starts": _starts(segments)}
+    arrays: dict[str, NDArray[np.generic]] = {}
+    if shape.class_token:
+        firsts = _starts(segments)[:-1].astype(np.int64)
+        arrays["with_class"] = np.insert(np.arange(num_patches), firsts, num_patches)
+        arrays["patches"] = np.arange(num_patches) + np.repeat(np.arange(len(segments)) + 1, segments)
+        segments = segments + np.int32(1)
+    arrays["starts"] = _starts(segments)
     if len(windows):
         arrays["window_starts"] = _starts(windows)
         arrays["outputs"] = _joined([part.outputs for part in parts])
@@ -66,7 +74,7 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
         arrays["table_weights"] = np.concatenate([part.table_weights for part in parts], 1)
     unit = shape.merge**2
     num_rows = tuple(sum(frames * rows * cols // unit for frames, rows, cols in image.grids) for image in images)
-    return TowerLayout(sum(sizes), num_rows, segments, windows, arrays)
+    return TowerLayout(num_patches, num_rows, segments, windows, arrays)
 
 
 class _ViewLayout(NamedTuple):
@@ -99,6 +107,7 @@ def _lay_out_view(shape: TowerShape, grid: Grid) -> _ViewLayout:
     table_rows, table_weights = np.empty((0, 0), np.int64), np.empty((0, 0), np.float32)
     if shape.table is not None:
         table_rows, table_weights = _table_taps(shape.table, row_col, rows, cols)
+        table_rows = table_rows + int(shape.class_token)
     return _ViewLayout(order, row_col, windows, np.argsort(sorting), table_rows, table_weights)
 
 
@@ -113,7 +122,10 @@ def _window_numbers(frames: int, rows: int, cols: int, side: int) -> NDArray[np.
 def _table_taps(
     table: PositionTable, cells: NDArray[np.int64], rows: int, cols: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Rows of the table for each patch, and their weights, each [4, n]. Computed in float32, as in training."""
+    """Rows of the table for each patch, and their weights, each [taps, n]."""
+    if table.kind == "fixed":
+        assert rows == cols == table.side, f"{rows} x {cols} patches for a table of {table.side} x {table.side}"
+        return (cells[:1] * table.side + cells[1:]), np.ones((1, cells.shape[1]), np.float32)
     down, down_weights = _axis_taps(table, cells[0], rows)
     across, across_weights = _axis_taps(table, cells[1], cols)
     indices = down[:, None] * table.side + across
@@ -124,15 +136,11 @@ def _table_taps(
 def _axis_taps(
     table: PositionTable, index: NDArray[np.int64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    at = index.astype(np.float32)
-    if table.aligned:
-        at = at * np.float32(table.side - 1) / np.float32(max(size - 1, 1))
-    else:
-        at = (at + np.float32(0.5)) * np.float32(table.side) / np.float32(size) - np.float32(0.5)
+    """Computed in float32, as in training."""
+    at = index.astype(np.float32) * np.float32(table.side - 1) / np.float32(max(size - 1, 1))
     low = np.floor(at)
-    above = at - low
     taps = np.stack([low, low + 1]).astype(np.int64).clip(0, table.side - 1)
-    return taps, np.stack([1 - above, above])
+    return taps, np.stack([low + 1 - at, at - low])
 
 
 def _starts(counts: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -30,11 +30,12 @@ class PatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionTable:
-    """A vector for each place of a square, added to the patches; between its places vectors are interpolated."""
+    """A vector for each place of a square, which is added to the patches."""
 
     side: int
-    kind: Literal["bilinear"] = "bilinear"
-    aligned: bool = False  # the corners of table and picture coincide; else the borders of their outer cells do
+    # "fixed": the patches are those of the square; bilinear: vectors between its places are interpolated, and the
+    # corners of table and picture coincide
+    kind: Literal["fixed", "bilinear"] = "fixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +44,13 @@ class AxialRope:
 
     head_dim: int
     theta: float = 10_000.0
+    in_turn: bool = False  # of successive frequencies, one is of a row and one of a column; else both have the same
 
     @property
     def frequencies(self) -> tuple[tuple[int, float], ...]:
         """Axis (0: row, 1: column) and radians per place of each of the head_dim / 2 pairs of values."""
-        per_axis = [1.0 / self.theta ** (4 * index / self.head_dim) for index in range(self.head_dim // 4)]
-        return tuple((axis, each) for axis in (0, 1) for each in per_axis)
+        steps = [(axis, 4 * index + 2 * axis * self.in_turn) for axis in (0, 1) for index in range(self.head_dim // 4)]
+        return tuple((axis, 1.0 / self.theta ** (step / self.head_dim)) for axis, step in steps)
 
 
 # Steps of a projector: from the hidden states of patches to rows of the text model.
@@ -56,7 +58,14 @@ class AxialRope:
 
 @dataclass(frozen=True, slots=True)
 class JoinPatches:
-    """The hidden states of the patches of one token become one, side by side, row by row."""
+    """The hidden states of the patches of one token become one: side by side, row by row."""
+
+    by_number: bool = False  # the first numbers of all of them, then the second numbers
+
+
+@dataclass(frozen=True, slots=True)
+class MeanPatches:
+    """The mean of the hidden states of the patches of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +82,7 @@ class ProjectorProduct:
     activation: str = "linear"
 
 
-Step = JoinPatches | ProjectorNorm | ProjectorProduct
+Step = JoinPatches | MeanPatches | ProjectorNorm | ProjectorProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +105,15 @@ class TowerShape:
     norm: NormShape
     num_layers: int
     projector: tuple[Step, ...]
+    class_token: bool = False  # before the patches of each view; its position is the first row of the table
+    is_batched: bool = False  # the checkpoint's class token and table have a leading dimension of 1
+    first_norm: NormShape | None = None  # of the input of the first layer
     table: PositionTable | None = None
     rope: AxialRope | None = None
     window: int = 0  # side, in rows of the output, of the square that a layer sees; 0: all layers see all
     full_layers: tuple[int, ...] = ()  # with a window: the layers that see all
     taps: tuple[Tap, ...] = ()
+    transposed: tuple[str, ...] = ()  # endings of names of weights that the checkpoint stores as [inputs, outputs]
 
     @property
     def num_levels(self) -> int:

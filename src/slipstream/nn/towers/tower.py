@@ -21,7 +21,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import new_norm
 from slipstream.nn.layers.position_embedding import Table
 from slipstream.nn.towers.layout import TowerLayout
-from slipstream.nn.towers.shapes import AxialRope, JoinPatches, PatchShape, ProjectorNorm, Step, TowerShape
+from slipstream.nn.towers.shapes import AxialRope, JoinPatches, MeanPatches, PatchShape, ProjectorNorm, Step, TowerShape
 from slipstream.nn.weights.stored_part import reshaped_target
 from slipstream.nn.weights.weight_format import FormatOf, WeightFormat, WeightTarget
 
@@ -38,7 +38,11 @@ class Tower(nn.Module):
             self.patch = PatchEmbedding(shape.patch, shape.hidden_size, format_of("tower.patch"), dtype)
             self.table: Table | None = None
             if shape.table is not None:
-                self.table = Table(shape.table.side**2, shape.hidden_size, dtype)
+                self.table = StoredTable(shape.table.side**2 + shape.class_token, shape, dtype)
+            self.class_token = StoredTable(1, shape, dtype) if shape.class_token else None
+            self.first_norm = None
+            if shape.first_norm is not None:
+                self.first_norm = new_norm(shape.hidden_size, shape.first_norm, dtype)
             self.rope = None if shape.rope is None else AxialAngles(shape.rope, dtype)
             self.layers = nn.ModuleList(
                 DecoderBlock(number, shape.layer, (None,), (None,), layout) for number in range(shape.num_layers)
@@ -70,12 +74,17 @@ class Tower(nn.Module):
         if self.table is not None:
             for indices, weights in zip(arrays["table_rows"], arrays["table_weights"], strict=True):
                 x = x.addcmul_(self.table(indices), weights.to(x.dtype).unsqueeze(1))
-        full = self._context(layout.segments, arrays["starts"], attention, patches)
+        if self.class_token is not None:
+            token = self.class_token.weight if self.table is None else self.class_token.weight + self.table.weight[:1]
+            x = torch.cat([x, token]).index_select(0, arrays["with_class"])
+        if self.first_norm is not None:
+            x, _ = self.first_norm(x)
+        full = self._context(layout.segments, arrays["starts"], attention, x)
         if self.rope is not None:
             full = full.with_rotary((self.rope(arrays["cells"]),))
         local = full
         if len(layout.windows):
-            local = self._context(layout.windows, arrays["window_starts"], attention, patches)
+            local = self._context(layout.windows, arrays["window_starts"], attention, x)
             local = local.with_rotary(full.rotary)
         found = {}
         taps = {tap.layer: self.levels[number] for number, tap in enumerate(self.shape.taps)}
@@ -86,16 +95,18 @@ class Tower(nn.Module):
                 x, residual = x + residual, None
                 found[number] = taps[number](x)
         x = x if residual is None else x + residual
+        if self.class_token is not None:
+            x = x.index_select(0, arrays["patches"])
         rows = torch.stack([self.projector(x), *(found[number] for number in sorted(taps))], 1)
         outputs = arrays.get("outputs")
         return rows if outputs is None else rows.index_select(0, outputs)
 
     @staticmethod
     def _context(
-        counts: NDArray[np.int32], starts: torch.Tensor, attention: AttentionBackend, patches: torch.Tensor
+        counts: NDArray[np.int32], starts: torch.Tensor, attention: AttentionBackend, x: torch.Tensor
     ) -> ForwardContext:
-        """The context of layers in which these numbers of patches see each other."""
-        ids = patches[:, 0]  # only its length is read
+        """The context of layers in which these numbers of hidden states see each other."""
+        ids = x[:, 0]  # only its length is read
         batch = BatchView(
             ids=ids,
             positions=ids[:0],
@@ -145,6 +156,20 @@ class PatchEmbedding(Linear):
             yield name, reshaped_target(target, (self.num_outputs, *stored)) if is_kernel else target
 
 
+class StoredTable(Table):
+    """A table that may have a leading dimension of 1 in the checkpoint; that of one row has no dimension of rows."""
+
+    def __init__(self, num_rows: int, shape: TowerShape, dtype: torch.dtype) -> None:
+        super().__init__(num_rows, shape.hidden_size, dtype)
+        self.stored: tuple[int, ...] = (shape.hidden_size,) if num_rows == 1 else (num_rows, shape.hidden_size)
+        if shape.is_batched:
+            self.stored = (1, num_rows, shape.hidden_size)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        for name, target in super().weight_targets():
+            yield name, reshaped_target(target, self.stored)
+
+
 class AxialAngles(Layer):
     """Cosines and sines for the place of each patch, computed once a call."""
 
@@ -178,6 +203,8 @@ class Projector(Layer):
         for step in steps:
             if isinstance(step, JoinPatches):
                 size *= self.unit
+            elif isinstance(step, MeanPatches):
+                continue
             elif isinstance(step, ProjectorNorm):
                 self.add_module(step.name, new_norm(size, step.norm, layout.dtype))
             else:
@@ -190,7 +217,10 @@ class Projector(Layer):
         """[N, hidden] to [M, output size]."""
         for step in self.steps:
             if isinstance(step, JoinPatches):
-                x = x.reshape(len(x) // self.unit, -1)
+                x = x.reshape(len(x) // self.unit, self.unit, -1)
+                x = (x.transpose(1, 2) if step.by_number else x).flatten(1)
+            elif isinstance(step, MeanPatches):
+                x = x.view(len(x) // self.unit, self.unit, -1).mean(1)
             elif isinstance(step, ProjectorNorm):
                 x = self._modules[step.name](x)[0]  # type: ignore[misc]
             else:

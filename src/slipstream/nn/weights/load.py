@@ -50,7 +50,8 @@ def match_targets(
     `others`: further sources, each with its rules. Tensors of heads that the model does not have are ignored.
     """
     found: dict[str, SourceTensor] = {}
-    num_layers = count_layers(name for name in targets if not name.startswith(TOWER))
+    of_tower = {name for name in targets if name.startswith(TOWER)}
+    num_layers, tower_layers = count_layers(targets.keys() - of_tower), count_layers(of_tower)
     unexpected: list[str] = []
     unused: list[str] = []
     wrong_shape, duplicate = [], []
@@ -63,7 +64,8 @@ def match_targets(
         if name is None or (name.startswith(HEADS) and name not in targets):
             continue
         if name not in targets:
-            past = is_buffer(tensor.name) or is_past_layers(tensor.name, num_layers)
+            count = tower_layers if name.startswith(TOWER) else num_layers
+            past = is_buffer(tensor.name) or is_past_layers(tensor.name, count)
             (unused if past else unexpected).append(tensor.name)
         elif name in found:
             duplicate.append(tensor.name)

@@ -2,10 +2,11 @@
 
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
 [experts, 2 * size, hidden], or `experts.up_proj` [experts, size, hidden] if they have no gates, and `experts.down_proj`
-[experts, hidden, size]. gpt-oss stores the transposed matrices, [experts, hidden, 2 * size] with gate and up
-interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its MXFP4 tensors are not transposed:
-`experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and `experts.gate_up_proj_scales`
-[experts, 2 * size, blocks], with rows of gate and up interleaved.
+[experts, hidden, size]. Qwen3-VL's are [experts, hidden, 2 * size], gate before up, and [experts, size, hidden] in the
+checkpoints of the hub, and as above where transformers saved them. gpt-oss stores the transposed matrices,
+[experts, hidden, 2 * size] with gate and up interleaved, and stacks the biases too (`experts.gate_up_proj_bias`). Its
+MXFP4 tensors are not transposed: `experts.gate_up_proj_blocks` [experts, 2 * size, blocks, 16] and
+`experts.gate_up_proj_scales` [experts, 2 * size, blocks], with rows of gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,13 +28,14 @@ _PARTS = {_GATE_UP: ("gate", "up"), _UP: ("up",), _DOWN: ("down",)}
 # of Granite: the same tensors under other names
 _GRANITE = {".block_sparse_moe.input_linear.weight": _GATE_UP, ".block_sparse_moe.output_linear.weight": _DOWN}
 _BIAS = "_bias"
+Transposed = Literal["no", "interleaved", "halves"]
 _MXFP4 = {"_blocks": 4, "_scales": 3}  # dimensions by suffix
 
 
 class UnstackedSource:
-    def __init__(self, source: WeightSource, transposed: bool = False) -> None:
-        """`transposed`: the layout of gpt-oss."""
-        self.source, self.transposed = source, transposed
+    def __init__(self, source: WeightSource, transposed: Transposed = "no", hidden_size: int = 0) -> None:
+        """`transposed`: how gate and up lie in transposed matrices; in halves only where the shape says so."""
+        self.source, self.transposed, self.hidden_size = source, transposed, hidden_size
         self._loaded: list[_Stack] = []
 
     def __iter__(self) -> Iterator[SourceTensor]:
@@ -46,12 +48,18 @@ class UnstackedSource:
             is_bias = tensor.name.endswith(_BIAS)
             if not tensor.name.removesuffix(_BIAS).endswith(tuple(_PARTS)):
                 yield tensor
-            elif self.transposed and len(tensor.shape) == 3 - is_bias:
-                yield from _transposed_experts(tensor, is_bias, self._loaded)
+            elif self._is_transposed(tensor, is_bias):
+                yield from _transposed_experts(tensor, is_bias, self.transposed == "interleaved", self._loaded)
             elif len(tensor.shape) == 3 and not is_bias:
                 yield from _experts(tensor, self._loaded)
             else:
                 yield tensor
+
+    def _is_transposed(self, tensor: SourceTensor, is_bias: bool) -> bool:
+        if self.transposed == "no" or len(tensor.shape) != 3 - is_bias:
+            return False
+        is_down = tensor.name.endswith(_DOWN)
+        return self.transposed == "interleaved" or tensor.shape[2 if is_down else 1] == self.hidden_size
 
 
 def _renamed(tensor: SourceTensor) -> SourceTensor:
@@ -74,7 +82,9 @@ def _packed_experts(tensor: SourceTensor, suffix: str, loaded: list[_Stack]) -> 
             yield SourceTensor(f"{root}.{expert}.{name}_proj.{kind}", shape, tensor.kind, read)
 
 
-def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack]) -> Iterator[SourceTensor]:
+def _transposed_experts(
+    tensor: SourceTensor, is_bias: bool, is_interleaved: bool, loaded: list[_Stack]
+) -> Iterator[SourceTensor]:
     root, _, last = tensor.name.rpartition(".")
     names = _PARTS[f".experts.{last.removesuffix(_BIAS)}"]
     num_experts, *inputs, num_rows = tensor.shape
@@ -82,8 +92,10 @@ def _transposed_experts(tensor: SourceTensor, is_bias: bool, loaded: list[_Stack
     stack = _Stack(tensor, num_experts * len(names), loaded)
     for expert in range(num_experts):
         for part, name in enumerate(names):
-            read = _Interleaved(stack, expert, part, len(names))
-            shape = (num_rows // len(names), *inputs)
+            size = num_rows // len(names)
+            columns = slice(part, None, len(names)) if is_interleaved else slice(part * size, (part + 1) * size)
+            read = _Columns(stack, expert, columns)
+            shape = (size, *inputs)
             yield SourceTensor(f"{root}.{expert}.{name}_proj.{kind}", shape, tensor.kind, read, make=read.write_to)
 
 
@@ -145,13 +157,12 @@ class _EveryRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Interleaved:
-    """Every `step`th column of a transposed matrix, as rows; or every `step`th number of a bias."""
+class _Columns:
+    """Some columns of a transposed matrix, as rows; or some numbers of a bias."""
 
     stack: _Stack
     expert: int
-    first: int
-    step: int
+    columns: slice
 
     def __call__(self) -> torch.Tensor:
         return self._select(self.stack.take()[self.expert])
@@ -161,7 +172,7 @@ class _Interleaved:
         target.copy_(self._select(self.stack.take()[self.expert].to(target.device)))
 
     def _select(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[..., self.first :: self.step].t()
+        return whole[..., self.columns].t()
 
 
 # Tensors of quantised checkpoints: which weights of the model are quantised, and the shapes of their scales.

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.base.errors import InvalidPrompt
 from slipstream.checkpoint.image_info import ImageInfo, PromptRule, SmartSize, VideoRule
+from slipstream.contracts.images import positions_of
 from slipstream.images.prompt import PlacedImages, SpelledImage, expand_ids, expand_text
 
 PAD, VIDEO = 7, 8
@@ -68,7 +69,7 @@ def library_positions(placed: PlacedImages, kind: str, seconds: list[float]) -> 
 def test_positions_of_images_are_those_of_the_library(kind: str, ids: list[int], images: list[SpelledImage]) -> None:
     placed = expand_ids(INFO, ids, images)
     positions, delta = library_positions(placed, kind, [])
-    assert np.array_equal(placed.positions(), positions) and placed.delta == delta
+    assert np.array_equal(positions_of(placed.spans, 0, len(placed.token_ids)), positions) and placed.shift == delta
     for index, span in enumerate(placed.spans):
         assert placed.token_ids[span.start : span.start + span.count] == [PAD] * span.count
         assert span.image == index and span.position == positions[0, span.start]
@@ -79,24 +80,24 @@ def test_positions_inside_of_a_video_are_those_of_the_library(seconds: float) ->
     video = SpelledImage("<video>", ((5, 2, 3),), VIDEO, step=4 * seconds)
     placed = expand_ids(INFO, [1, 2, VIDEO, 3, 4], [video])
     expected, _ = library_positions(placed, "Qwen2_5_VL", [seconds])
-    assert np.array_equal(placed.positions()[:, :32], expected[:, :32])
+    assert np.array_equal(positions_of(placed.spans, 0, len(placed.token_ids))[:, :32], expected[:, :32])
 
 
 def test_text_behind_a_video_has_greater_positions_than_all_of_it() -> None:
     """As the models were trained. The library in the version of these tests counts rows and columns only."""
     video = SpelledImage("<video>", ((5, 2, 3),), VIDEO, step=2.0)
     placed = expand_ids(INFO, [1, 2, VIDEO, 3, 4], [video])
-    positions = placed.positions()
+    positions = positions_of(placed.spans, 0, len(placed.token_ids))
     assert positions[0, 2:32:6].tolist() == [2, 4, 6, 8, 10]
     assert positions[:, 32:].tolist() == [[11, 12]] * 3
-    assert placed.delta == 13 - 34
+    assert placed.shift == 13 - 34
 
 
 def test_images_side_by_side_have_places_of_their_own() -> None:
     placed = expand_ids(INFO, [PAD, PAD, 1], [image(1, 2), image(2, 1)])
     assert placed.token_ids == [PAD] * 4 + [1]
     assert [(span.start, span.count, span.position) for span in placed.spans] == [(0, 2, 0), (2, 2, 2)]
-    assert placed.positions().tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
+    assert positions_of(placed.spans, 0, 5).tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
 
 
 def test_ids_in_which_image_tokens_are_repeated_already_stay() -> None:
@@ -108,7 +109,7 @@ def test_ids_in_which_image_tokens_are_repeated_already_stay() -> None:
 def test_positions_of_other_models_are_indices() -> None:
     placed = expand_ids(msgspec.structs.replace(INFO, mrope=False), [1, PAD, 2, PAD, 3], [image(2, 3), image(4, 4)])
     assert [span.position for span in placed.spans] == [span.start for span in placed.spans] == [1, 8]
-    assert placed.delta == 0
+    assert placed.shift == 0
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,14 @@ def test_words_of_an_expansion_are_not_expanded_again() -> None:
 def test_a_video_for_a_model_without_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="no place for 1 video"):
         expand_text(msgspec.structs.replace(INFO, video=None), "<video>", [], [image(1, 1)])
+
+
+@pytest.mark.parametrize("images", [[], [image(3, 5)], [image(2, 9), image(1, 1), image(7, 4)]])
+def test_positions_of_every_part_of_a_prompt_are_those_of_the_whole(images: list[SpelledImage]) -> None:
+    video = SpelledImage("", ((3, 2, 2),), PAD, step=5.0)
+    placed = expand_ids(INFO, [1, *[PAD, 2] * len(images), 3, PAD, 4, 5], [*images, video])
+    length = len(placed.token_ids)
+    whole = positions_of(placed.spans, 0, length)
+    for start in range(length):
+        for stop in range(start, length + 1):
+            assert np.array_equal(positions_of(placed.spans, start, stop), whole[:, start:stop])

@@ -24,7 +24,7 @@ from scripted_pages import ScriptedPages
 from scripted_results import draw_logprobs, pick_token, proposed_drafts, score_prompts
 from scripted_row import ScriptedRow
 from scripted_states import ScriptedStates
-from scripted_tokens import VOCAB, draw, horizon, pooled
+from scripted_tokens import IMAGE, VOCAB, as_token, draw, horizon, pooled, shown
 from slipstream.contracts.request import NEVER
 from slipstream.contracts.step import NO_POOLING, Admission, DrawEdits, StepPlan, StepResult
 
@@ -58,6 +58,8 @@ class ScriptedExecutor:
         self.num_switched = 0  # requests that came back with the long rope factors
         self.num_admissions = 0
         self.num_computed = 0
+        self.arena: dict[int, int] = {}  # rows that the tower has made of images
+        self.num_encoded = 0  # images
         self._queue: deque[StepPlan] = deque()
         self._late: dict[int, DrawEdits] = {}  # by step
         self._last_step = -1
@@ -115,9 +117,22 @@ class ScriptedExecutor:
     def _update_pages(self, plan: StepPlan) -> None:
         self.pages.update(plan, self.rows)
 
+    def _show_images(self, plan: StepPlan) -> dict[int, int]:
+        """Encode images. Returns what tokens of the step show, by their index."""
+        if plan.images is None:
+            return {}
+        for encoding in plan.images.encodings:
+            self.num_encoded += 1
+            assert len(set(encoding.rows.tolist())) == len(encoding.rows), "two tokens of an image share a row"
+            for number, row in enumerate(encoding.rows.tolist()):
+                self.arena[row] = shown(encoding.patches, number)
+        pairs = zip(plan.images.indices.tolist(), plan.images.rows.tolist(), strict=True)
+        return {index: self.arena[row] for index, row in pairs}
+
     def _write(self, plan: StepPlan) -> None:
         """Write every row's tokens to its slots before any row reads, as each layer of a model does."""
-        host_tokens = iter(plan.tokens.tolist())
+        host_tokens, images = iter(plan.tokens.tolist()), self._show_images(plan)
+        place = 0  # of a token among all tokens of the step
         self.pages.begin_writes()
         singles = plan.num_tokens == 1
         assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
@@ -149,6 +164,11 @@ class ScriptedExecutor:
                     f"row {row} reads a token it has not drawn"
                 )
                 token = next(host_tokens) if known else state.next_tokens[index - num_host_tokens]
+                if place in images:
+                    assert token == IMAGE and position < state.admission.num_prompt_tokens
+                    token = images[place]
+                assert token != IMAGE, f"row {row}: an image has no content at {position}"
+                place += 1
                 self.pages.write(state, position, token, is_drawn=not known)
                 if self.states is not None:
                     assert state.state is not None and len(state.state) == position, f"row {row} has no such state"
@@ -229,7 +249,7 @@ class ScriptedExecutor:
                 continue
             owners += [row] * num_drawn
             if state.admission.history is not None and state.length == state.admission.num_known:
-                assert state.admission.history.tolist()[-len(seen) :] == seen
+                assert state.admission.history.tolist()[-len(seen) :] == list(map(as_token, seen))
             drawn, count, fails = self._draw(state, num_drawn)
             self._sit_out(row, state)
             tokens += drawn

@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from hand_cache import make_spec
 from scripted import ScriptedExecutor
-from scripted_tokens import alone, horizon, pooled
-from slipstream.config.config import CacheConfig, SchedulerConfig, StateConfig
+from scripted_tokens import IMAGE, alone, horizon, pooled
+from slipstream.config.config import CacheConfig, ImageConfig, SchedulerConfig, StateConfig
 from slipstream.contracts.cache_spec import CacheGroup, StateField, StateSpec
+from slipstream.contracts.images import ImageInput, ImageSpan, PromptImages
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import NEVER, FinishReason, Request
 from slipstream.contracts.step import StepPlan
@@ -49,6 +51,36 @@ def make_config(
     return msgspec.structs.replace(config, tier_bytes=int(tier * config.num_bytes))
 
 
+PATCHES_PER_TOKEN = 4
+
+
+def make_images(num_slots: int = 32, slot_rows: int = 2, step_patches: int = 64, max_patches: int = 256) -> ImageConfig:
+    return ImageConfig(
+        num_slots=num_slots, slot_rows=slot_rows, row_size=1, step_patches=step_patches, max_patches=max_patches,
+        patch_bytes=2, patches_per_token=PATCHES_PER_TOKEN, has_parts=True,
+    )  # fmt: skip
+
+
+def with_images(parts: Sequence[int | tuple[int, int, int]]) -> tuple[list[int], PromptImages]:
+    """A prompt of tokens and images: (number of the picture, rows, columns)."""
+    tokens: list[int] = []
+    images: list[ImageInput] = []
+    spans: list[ImageSpan] = []
+    shift = 0
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+            continue
+        number, rows, cols = part
+        patches = np.full((rows * cols * PATCHES_PER_TOKEN, 2), number % 256, np.uint8)
+        patches[:, 1] = rows
+        spans.append(ImageSpan(len(images), len(tokens), (1, rows, cols), len(tokens) + shift))
+        images.append(ImageInput.of(repr(part).encode(), rows * cols, ((1, 2 * rows, 2 * cols),), patches))
+        tokens += [IMAGE] * (rows * cols)
+        shift = spans[-1].next_position() - len(tokens)
+    return tokens, PromptImages(images, spans, shift)
+
+
 class Bench:
     """A scheduler and a scripted device, run as the core runs them."""
 
@@ -77,6 +109,7 @@ class Bench:
         drops_last_page: bool = False,
         adapters: Adapters[Request] | None = None,
         tier: float = 0.0,
+        images: ImageConfig | None = None,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -112,6 +145,7 @@ class Bench:
             ),
             self.cache,
             adapters=adapters,
+            image_config=images,
         )
         self.scheduler.drafts.num_drafts = num_drafts  # of every plan
         drafter = random.Random(draft_seed) if num_drafts else None
@@ -137,6 +171,7 @@ class Bench:
         words: Sequence[Sequence[int]] = (),
         lora: LoRARequest | None = None,
         later: bool = False,
+        images: PromptImages | None = None,
         **params: object,
     ) -> list[Request]:
         """`later`: the caller submits them, or a source."""
@@ -147,6 +182,7 @@ class Bench:
             Request(
                 id, list(prompt), sampling, sample=k, priority=priority, caller=caller, cache_salt=salt,
                 stop_ids=tuple(stop), max_length=length, seed=seed, bad_words=tuple(map(tuple, words)), lora=lora,
+                images=images,
             )
             for k in range(n)
         ]  # fmt: skip

@@ -102,6 +102,7 @@ def scripted_core(
     )
     config: Any = SimpleNamespace(
         model=SimpleNamespace(info=SimpleNamespace(eos_token_ids=())),
+        images=None,
         cache=make_config(page_size, num_pages, num_checkpoints=num_checkpoints),
         scheduler=limits,
         adapters=None,

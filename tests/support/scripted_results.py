@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from scripted_row import ScriptedRow
-from scripted_tokens import VOCAB
+from scripted_tokens import VOCAB, as_token
 from slipstream.contracts.step import Admission, DrawEdits, StepLogprobs, StepPlan
 from slipstream.params.sampling import MAX_PACKED_LOGPROBS
 
@@ -79,7 +79,7 @@ def score_prompts(
         state, position = rows[row_of[place]], positions[place]
         assert state.admission.sample == 0 and position + 1 < state.admission.num_prompt_tokens
         if position + 1 < state.length:
-            assert read(state)[position + 1] == token, "a prompt token is scored at the wrong place"
+            assert as_token(read(state)[position + 1]) == token, "a prompt token is scored at the wrong place"
         ranks.append(position + 1)
     count, k = len(ranks), plan.scores.num_logprobs
     ids = np.arange(count * k, dtype=np.int32).reshape(count, k)

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from slipstream.contracts.request import NEVER, FinishReason, Request
 
 VOCAB = 97
+IMAGE = VOCAB  # the token of images
+_SHOWN = 1 << 40  # what the device reads there instead: from here on
+
+
+def shown(patches: np.ndarray[Any, Any], row: int) -> int:
+    """What the tower makes of an image for one of its tokens."""
+    return _SHOWN + hash((patches.tobytes(), row)) % _SHOWN
+
+
+def as_token(content: int) -> int:
+    return IMAGE if content >= _SHOWN else content
+
+
+def seen_prompt(request: Request) -> list[int]:
+    """The prompt as the device reads it, with images."""
+    tokens = list(request.tokens[: request.num_prompt])
+    if request.images is not None:
+        for span in request.images.spans:
+            patches = request.images.images[span.image].patches
+            tokens[span.start : span.stop] = [shown(patches, span.first_row + k) for k in range(span.count)]
+    return tokens
 
 
 def draw(tokens: Sequence[int], seed: int, sample: int) -> int:
@@ -31,7 +55,7 @@ def horizon(windows: Sequence[int]) -> int:
 
 def alone(request: Request, horizon: int = NEVER) -> tuple[list[int], FinishReason]:
     """The result of this request on an engine of its own."""
-    tokens = list(request.tokens[: request.num_prompt])
+    tokens = seen_prompt(request)
     while True:
         token = draw(tokens[-horizon:], request.seed, request.sample)
         tokens.append(token)

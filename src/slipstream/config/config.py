@@ -418,6 +418,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         return self.max_num_seqs + self.max_step_drafts
 
 
+class ImageConfig(msgspec.Struct, frozen=True):
+    """Images of requests, and the arena of rows that a tower makes of them."""
+
+    num_slots: int  # of the arena; an image has whole slots
+    slot_rows: int
+    row_size: int  # elements
+    step_patches: int  # that one step encodes, unless a single image has more
+    max_patches: int  # of a single image
+    patch_bytes: int  # of a patch, as it is uploaded
+    patches_per_token: int
+    has_parts: bool  # positions have three parts: frame, row, column
+
+
 class DeviceConfig(msgspec.Struct, frozen=True):
     kind: str  # cpu or cuda
     num_threads: int
@@ -436,6 +449,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     device: DeviceConfig
     draft: DraftModelConfig | None = None  # None: drafts need no model
     adapters: AdapterConfig | None = None  # None: requests have no LoRA adapters
+    images: ImageConfig | None = None  # None: prompts have no images
     record: RecordConfig = RecordConfig()
     transfer: TransferConfig | None = None  # None: no pages are exchanged with other engines
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol, Self
 import msgspec
 import numpy as np
 
+from slipstream.contracts.images import PromptImages
 from slipstream.contracts.request import FinishReason
 from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
@@ -64,6 +65,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     lora: LoRARequest | None = None  # the request's adapter
     # Replace the embeddings of `prompt_token_ids`, which are zeros then; the hash of their values is in `cache_salt`.
     prompt_embeds: PromptEmbeds | None = None
+    images: PromptImages | None = None  # of the prompt, in which each has its tokens
 
     @property
     def submits(self) -> list[Submit]:

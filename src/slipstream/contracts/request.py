@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.contracts.images import PromptImages
 from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
@@ -45,6 +46,7 @@ class WaitFor(enum.IntFlag):
     GRAMMAR = enum.auto()  # the grammar of its output is being compiled
     PAGES = enum.auto()  # pages of its prompt are being fetched from another engine
     ADAPTER = enum.auto()  # its LoRA adapter is being read, or all slots for adapters are in use
+    IMAGE = enum.auto()  # the next plan: this one encodes enough images of others
 
 
 class RequestStates:
@@ -79,6 +81,7 @@ class Request:
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
         "thinking", "session", "processors", "held", "lora", "adapter", "embeds", "drafted",
+        "images",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +101,7 @@ class Request:
         seed: int = 0,
         lora: LoRARequest | None = None,
         embeds: np.ndarray[Any, Any] | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         self.id = id
         self.sample = sample
@@ -114,6 +118,7 @@ class Request:
         self.seed = seed
         self.lora = lora  # the adapter of the request
         self.embeds = embeds  # [num_prompt, hidden] embeddings of the prompt, whose token ids are 0; None: by token id
+        self.images = images  # of the prompt; None: it has none
         self.adapter: Adapter | None = None  # set by `Adapters`, from submission to the end
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)

@@ -55,6 +55,7 @@ class Admission:
     processed: Processed = Processed.NOTHING
     thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
     is_embedded: bool = False  # the prompt is embeddings: `history` has only the generated tokens
+    position_shift: int = 0  # position of a token behind the images of the prompt, less its index
 
     @property
     def num_history_prompt(self) -> int:
@@ -158,6 +159,33 @@ class EmbedPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageEncoding:
+    """An image that the tower encodes before the forward."""
+
+    patches: NDArray[np.uint8]  # [patches, values]
+    grids: tuple[tuple[int, int, int], ...]  # of each view: frames, rows and columns of patches
+    rows: Ints  # [image tokens] rows of the device's arena that get the tower's output
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """Images that a step encodes, and its tokens that are of images."""
+
+    encodings: tuple[ImageEncoding, ...]
+    indices: Ints  # [image tokens] among all tokens of the step
+    rows: Ints  # [image tokens] of the arena, in place of their embeddings
+    # tokens of prompts up to their last image, if positions have three parts: their position does not follow from
+    # their index and the row's `position_shift`
+    placed: Ints  # [placed] among all tokens of the step
+    positions: Ints  # [3, placed] frame, row, column
+
+    @property
+    def num_encoded(self) -> int:
+        """Tokens of the encoded images."""
+        return sum(len(each.rows) for each in self.encodings)
+
+
+@dataclass(frozen=True, slots=True)
 class StepSizes:
     """Sizes of a step, which engines that share experts exchange: of one engine, or the largest of all."""
 
@@ -218,7 +246,8 @@ class StepPlan:
     # plans that propose drafts only. None: it follows every step
     catch_up: Ints | None = None
     adapters: AdapterPlan | None = None  # None: no row has an adapter, and none is loaded
-    embeds: EmbedPlan | None = None  # None: all embeddings come from the model's table
+    embeds: EmbedPlan | None = None  # None: no request brings embeddings
+    images: ImagePlan | None = None  # None: no image is encoded, and no token is in a prompt's part with images
     tier: TierPlan | None = None  # None: no page is copied to or from the second tier
     joint_sizes: StepSizes | None = None  # of all engines that share experts; None: the engine computes alone
 

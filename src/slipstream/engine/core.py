@@ -55,7 +55,7 @@ class EngineCore:
         else:
             drafts = config.scheduler.drafts
             cache = CacheManager(config.cache, 0 if drafts is None else drafts.num_drafts)
-            self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters)
+            self.scheduler = Scheduler(config.scheduler, cache, constraints, adapters, config.images)
         self.executor = executor
         self.recorder = recorder
         self.weights = weights
@@ -439,6 +439,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
             seed=seed,
             lora=message.lora,
             embeds=embeds,
+            images=message.images,
         )
         for sample in range(params.n)
     ]

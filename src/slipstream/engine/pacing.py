@@ -123,4 +123,6 @@ def _kind(plan: StepPlan) -> tuple[int, int, bool]:
     """Plans of one kind take about the same time per token. Returns the kind, the tokens, and whether it has chunks."""
     has_chunks = len(plan.tokens) > 0
     num_tokens = plan.total_tokens if has_chunks or plan.has_drafts else len(plan.rows)
+    if plan.images is not None:
+        num_tokens += plan.images.num_encoded  # about as much work as so many tokens of a prompt
     return 2 * num_tokens.bit_length() + has_chunks, num_tokens, has_chunks

@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from slipstream.base.errors import InvalidPrompt
 from slipstream.checkpoint.image_info import ImageInfo, PromptRule
+from slipstream.contracts.images import Grid, ImageSpan
 from slipstream.images.pixels import PreparedImage
-
-Grid = tuple[int, int, int]  # of tokens: frames, rows, columns
 
 
 class SpelledImage(msgspec.Struct, frozen=True):
@@ -27,47 +25,10 @@ class SpelledImage(msgspec.Struct, frozen=True):
     step: float = 1.0  # between the temporal positions of two frames
 
 
-class ImageSpan(msgspec.Struct, frozen=True):
-    """Successive tokens of one image in a prompt. The tower's rows of an image fill its spans in their order."""
-
-    image: int  # its place in the prompt
-    start: int  # index of the first token
-    grid: Grid
-    position: int  # of the first token, for position embeddings: its index, unless positions have three parts
-    step: float
-
-    @property
-    def count(self) -> int:
-        frames, rows, cols = self.grid
-        return frames * rows * cols
-
-    def frame_positions(self) -> list[int]:
-        return [self.position + int(frame * self.step) for frame in range(self.grid[0])]
-
-    def next_position(self) -> int:
-        """Of the first token behind it: greater than all of its own, as the models were trained."""
-        return max(self.frame_positions()[-1] + 1, self.position + max(self.grid[1:]))
-
-
 class PlacedImages(msgspec.Struct, frozen=True):
     token_ids: list[int]
     spans: list[ImageSpan]  # in the order of the prompt
-    delta: int  # position of a later token, less its index
-
-    def positions(self) -> np.ndarray:
-        """int32 [3, tokens]: frame, row and column of each token, in a model whose positions have three parts."""
-        found = np.empty((3, len(self.token_ids)), np.int32)
-        done, position = 0, 0
-        for span in self.spans:
-            found[:, done : span.start] = np.arange(position, span.position)
-            frames, rows, cols = span.grid
-            inside = found[:, span.start : span.start + span.count].reshape(3, frames, rows, cols)
-            inside[0] = np.array(span.frame_positions())[:, None, None]
-            inside[1] = span.position + np.arange(rows)[:, None]
-            inside[2] = span.position + np.arange(cols)
-            done, position = span.start + span.count, span.next_position()
-        found[:, done:] = np.arange(position, position + len(self.token_ids) - done)
-        return found
+    shift: int  # position of a later token, less its index
 
 
 def spell_image(info: ImageInfo, image: PreparedImage) -> SpelledImage:
@@ -164,12 +125,14 @@ def expand_ids(info: ImageInfo, token_ids: Sequence[int], spelled: Sequence[Spel
     made: list[int] = []
     spans: list[ImageSpan] = []
     done = shift = used = 0
+    rows = [0] * len(spelled)  # of each image that its spans have so far
     for image, each, grid in runs:
         index = found[used]
         if token_ids[index] != each.token_id:
             raise InvalidPrompt(f"token {index} of the prompt is not of image {image + 1}; keep their order")
         made += token_ids[done:index]
-        span = ImageSpan(image, len(made), grid, len(made) + shift, each.step)
+        span = ImageSpan(image, len(made), grid, len(made) + shift, each.step, rows[image])
+        rows[image] += span.count
         made += [each.token_id] * span.count
         taken = span.count if is_repeated else 1
         if found[used + taken - 1] != index + taken - 1:

@@ -12,6 +12,7 @@ from slipstream.contracts.step import StepResult
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.scheduler.images import ImageSlots
 from slipstream.scheduler.outputs import Launched, check_stop, refusal
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.waiting import WaitingQueue
@@ -28,6 +29,7 @@ class RequestLifecycle:
         queries: QueryRegistry[Request],
         constraints: Constraints | None = None,
         adapters: Adapters[Request] | None = None,
+        images: ImageSlots | None = None,
     ) -> None:
         self.live: dict[str, list[Request]] = {}  # by id: samples that have not ended
         self.num_draining = 0
@@ -37,6 +39,7 @@ class RequestLifecycle:
         self._queries = queries
         self._constraints = constraints
         self._adapters = adapters
+        self._images = images
 
     def requeue(self, request: Request) -> None:
         """Move a running request back to the waiting queue. It is admitted again once its tokens in flight are
@@ -111,6 +114,8 @@ class RequestLifecycle:
         self._cache.release(request)
         if self._adapters is not None:
             self._adapters.release(request, request.row)
+        if self._images is not None:
+            self._images.release(request)
         self._rows.free(request)
         request.held = False
 

@@ -13,6 +13,7 @@ from slipstream.contracts.step import (
     NO_PAGES,
     Admission,
     EmbedPlan,
+    ImagePlan,
     Ints,
     PageUpdates,
     PoolAdmission,
@@ -118,6 +119,7 @@ class PlanBuilder:
                 long_rope=request.long_rope,
                 thinking=request.thinking,
                 processed=Processed.NOTHING if request.processors is None else request.processors.processed,
+                position_shift=0 if request.images is None else request.images.shift,
             )
         )
 
@@ -166,6 +168,7 @@ class PlanBuilder:
         pooling: PoolPlan | None = None,
         num_proposed: int = 0,
         adapters: Adapters[Request] | None = None,
+        images: ImagePlan | None = None,
     ) -> StepPlan:
         """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned;
         `cache`: has the copies of states and of pages of the second tier; `num_proposed`: drafts to propose for the
@@ -224,6 +227,7 @@ class PlanBuilder:
             catch_up=self.catch_up,
             adapters=None if adapters is None else adapters.plan(rows),
             embeds=embed_plan(chunks, num_decodes) if chunks else None,
+            images=images,
             tier=cache.take_tier_plan(),
         )
 

@@ -9,6 +9,7 @@ from slipstream.contracts.request import NEVER, Request, WaitFor
 from slipstream.scheduler.adapters import Adapters
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.drafting import DraftPlanner
+from slipstream.scheduler.images import ImageSlots
 from slipstream.scheduler.lifecycle import RequestLifecycle, RowAllocator, detach_from_leader, leader_to_fork
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 from slipstream.scheduler.waiting import PromptSources, WaitingQueue
@@ -22,6 +23,7 @@ class RunningPlanner:
         row_allocator: RowAllocator,
         lifecycle: RequestLifecycle,
         drafts: DraftPlanner,
+        images: ImageSlots | None,
     ) -> None:
         self.num_preemptions = 0
         self._config = config
@@ -29,6 +31,7 @@ class RunningPlanner:
         self._row_allocator = row_allocator
         self._lifecycle = lifecycle
         self._drafts = drafts
+        self._images = images
 
     def limit_prefill(self, budget: Budget, max_num_tokens: int | None) -> None:
         """Limit prefill tokens to `max_num_tokens` while rows decode. At least one prefill token is allowed."""
@@ -55,7 +58,13 @@ class RunningPlanner:
                     if num_waiting < 0:
                         num_waiting = self._count_decodes() - len(decodes)
                     wanted = num_chunk_tokens(request, start, request.num_known, builder, self._config)
-                    num = fit_chunk(start, wanted, left - num_waiting, self._cache.border)
+                    room = left - num_waiting
+                    if self._images is not None and request.images is not None:
+                        plannable = self._images.num_plannable(request, start, min(wanted, max(room, 1)))
+                        if not plannable:
+                            continue
+                        room = min(room, plannable)
+                    num = fit_chunk(start, wanted, room, self._cache.border)
                     if num <= 0:
                         if builder:
                             continue
@@ -128,16 +137,19 @@ class Admitter:
         waiting: WaitingQueue,
         row_allocator: RowAllocator,
         adapters: Adapters[Request] | None,
+        images: ImageSlots | None,
         *,
         sends_history: bool,
     ) -> None:
         """`sends_history`: whether admissions upload the tokens of cached prefixes, for drafts."""
         self.begun: list[str] = []  # generation requests that were admitted for the first time
+        self._put_off: list[Request] = []  # that wait for the next plan, to encode their first image
         self._config = config
         self._cache = cache
         self._waiting = waiting
         self._row_allocator = row_allocator
         self._adapters = adapters
+        self._images = images
         self._sends_history = sends_history
 
     def admit_waiting(self, builder: PlanBuilder, budget: Budget, sources: PromptSources[Sequence[Request]]) -> None:
@@ -162,23 +174,33 @@ class Admitter:
                 return
 
     def _admit(self, request: Request, watermark: int, builder: PlanBuilder, budget: Budget) -> bool:
-        """Admit a request and plan its first chunk. Returns False and changes nothing if there is no room for it."""
+        """Admit a request and plan its first chunk, or put it off for its image. Returns False and changes nothing if
+        there is no room for it."""
         cache, config, known = self._cache, self._config, len(request.tokens)
         if config.short_rope is not None:
             request.choose_rope(config.short_rope)
         hit = self._hit(request, builder.step)
-        num = num_chunk_tokens(request, hit.length, known, builder, config)
-        if not num or (num > budget.tokens and not config.chunked_prefill):
+        num, room = num_chunk_tokens(request, hit.length, known, builder, config), budget.tokens
+        if not num or (num > room and not config.chunked_prefill):
             return False
-        num = fit_chunk(hit.length, num, budget.tokens, cache.border)
+        if self._images is not None and request.images is not None:
+            room = self._images.num_plannable(request, hit.length, min(num, room))
+            if not room:
+                self._images.release(request)
+                self._waiting.hold(request, WaitFor.IMAGE)  # requests behind it are admitted
+                self._put_off.append(request)
+                return True
+        num = fit_chunk(hit.length, num, room, cache.border)
         length = hit.length + num
         entries = cache.num_table_entries(length)
         has_history = request.params.needs_history or (self._sends_history and hit.length)
         num_ints = request.num_staged_ids + (known if has_history else 0)
-        if not budget.can_stage(entries, num_ints):
-            return False
-        changed = cache.admit(request, length, hit, keep_free=watermark, known=known)
+        changed = None
+        if budget.can_stage(entries, num_ints):
+            changed = cache.admit(request, length, hit, keep_free=watermark, known=known)
         if changed is None:
+            if self._images is not None:
+                self._images.release(request)
             return False
         budget.admit(num, entries, num_ints)
         if not request.num_preemptions:  # recomputing after a preemption is not charged to the caller
@@ -188,6 +210,11 @@ class Admitter:
         builder.change_pages(request.row, changed)
         add_chunk(request, num, builder, cache)
         return True
+
+    def take_put_off(self) -> list[Request]:
+        """Requests that the last plan put off. Each is returned once."""
+        put_off, self._put_off = self._put_off, []
+        return put_off
 
     def _hit(self, request: Request, step: int) -> Hit:
         """The prefix of a waiting request that need not be computed."""

@@ -21,7 +21,7 @@ from itertools import repeat
 import numpy as np
 
 from slipstream.base.errors import UserError
-from slipstream.config.config import SchedulerConfig
+from slipstream.config.config import ImageConfig, SchedulerConfig
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import NEVER, Request, Status, WaitFor
 from slipstream.contracts.step import PoolPlan, StepPlan, StepResult
@@ -30,6 +30,7 @@ from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.drafting import DraftCounts, DraftPlanner
 from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.scheduler.images import ImageSlots, check_images
 from slipstream.scheduler.lifecycle import GrammarAdvancer, RequestLifecycle, RowAllocator, join_samples
 from slipstream.scheduler.outputs import (
     InFlight,
@@ -57,8 +58,10 @@ class Scheduler:
         cache: CacheManager,
         constraints: Constraints | None = None,
         adapters: Adapters[Request] | None = None,
+        image_config: ImageConfig | None = None,
     ) -> None:
-        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters."""
+        """`constraints`: required for structured output and logits processors; `adapters`: for LoRA adapters;
+        `image_config`: for images."""
         assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
             "the longest prompt must fit one step"
         )
@@ -66,6 +69,7 @@ class Scheduler:
         self.cache = cache
         self.constraints = constraints
         self.adapters = adapters
+        self.images = images = None if image_config is None else ImageSlots(image_config)
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.drafts = DraftPlanner(config, cache)
         self._waiting = WaitingQueue(config.max_waiting)
@@ -75,7 +79,7 @@ class Scheduler:
         self._arrays = DecodeArrays()
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
         self._lifecycle = RequestLifecycle(
-            cache, self._waiting, self._row_allocator, self._queries, constraints, adapters
+            cache, self._waiting, self._row_allocator, self._queries, constraints, adapters, images
         )
         self._admitter = Admitter(
             config,
@@ -83,11 +87,12 @@ class Scheduler:
             self._waiting,
             self._row_allocator,
             adapters,
+            images,
             sends_history=self.drafts.sends_history,
         )
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
-        self._running = RunningPlanner(config, cache, self._row_allocator, self._lifecycle, self.drafts)
+        self._running = RunningPlanner(config, cache, self._row_allocator, self._lifecycle, self.drafts, images)
         self._failures: list[Output] = []
         self._next_number = 0
         self._next_step = 0
@@ -139,6 +144,7 @@ class Scheduler:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
         check_admissible(leader, self.config, self.cache)
         check_adapter(leader.lora, self.adapters)
+        check_images(leader, self.images)
         self._waiting.check_room(len(requests))
         pooling = leader.pooling
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
@@ -187,6 +193,10 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, len(self.cache.groups), self.drafts.sends_history)
         budget = Budget(self.config, self._row_allocator.num_free)
         self._running.limit_prefill(budget, self.max_num_tokens)
+        if self.images is not None:
+            self.images.limit_step(self.max_num_tokens if self._row_allocator.running else None)
+            for request in self._admitter.take_put_off():
+                self._waiting.ready(request, WaitFor.IMAGE)
         if self._running.plan(builder, budget):
             self._admitter.admit_waiting(builder, budget, self.sources)
         if not builder:
@@ -213,6 +223,7 @@ class Scheduler:
             pooling,
             self.drafts.num_proposed,
             self.adapters,
+            None if self.images is None else self.images.plan(builder.chunks, len(builder.decodes)),
         )
         self._in_flight.launch(
             self._next_step,
@@ -299,6 +310,8 @@ class Scheduler:
             "a finished request is still live"
         )
         self._row_allocator.check(running)
+        if self.images is not None:
+            self.images.check(running)
         self._waiting.check()
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:

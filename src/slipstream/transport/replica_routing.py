@@ -103,7 +103,7 @@ def page_hashes(submit: Submit, page_size: int) -> list[bytes]:
     if page_size:
         num_pages = min(len(submit.prompt_token_ids) // page_size, MAX_PAGES)
         salt = submit.cache_salt if submit.lora is None else f"{submit.cache_salt}\0{submit.lora}"
-        extend_hashes(hashes, submit.prompt_token_ids, num_pages, page_size, salt)
+        extend_hashes(hashes, submit.prompt_token_ids, num_pages, page_size, salt, images=submit.images)
     return hashes
 
 

@@ -16,7 +16,7 @@ from slipstream.contracts.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.contracts.request import NEVER, Request, WaitFor
 from slipstream.contracts.step import NULL_PAGE, TierPlan
 from slipstream.scheduler.cache.imports import PageImports
-from slipstream.scheduler.cache.matching import Matching, extend_hashes
+from slipstream.scheduler.cache.matching import Matching, extend_hashes_of
 from slipstream.scheduler.cache.pages import CacheKind, PagedCache, Run, WindowCache
 from slipstream.scheduler.cache.states import Restore, Save, StateCache
 from slipstream.scheduler.cache.tier import CacheTier
@@ -295,7 +295,7 @@ class CacheManager:
         self._set_publish_after(request)
 
     def _extend_hashes(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
-        extend_hashes(hashes, request.tokens, num_pages, self.page_size, *request.cache_key, following=self._following)
+        extend_hashes_of(hashes, request, num_pages, self.page_size, self._following)
 
     def publish_chunk(self, request: Request) -> None:
         """The plan under construction computes known tokens of the request, up to `computed`: publish their pages and

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
+from slipstream.contracts.images import PromptImages
 from slipstream.contracts.request import NEVER, Request
 from slipstream.scheduler.cache.pages import CacheKind, real_pages
 from slipstream.scheduler.cache.states import StateCache
@@ -162,8 +163,8 @@ class Matching:
         request = self.request
         if entry >= len(request.hashes):
             full = (len(request.tokens) - self._following) // self._page_size
-            num, key = min(full, entry + _HASH_AHEAD), request.cache_key
-            extend_hashes(request.hashes, request.tokens, num, self._page_size, *key, following=self._following)
+            num = min(full, entry + _HASH_AHEAD)
+            extend_hashes_of(request.hashes, request, num, self._page_size, self._following)
         return request.hashes[entry]
 
 
@@ -171,7 +172,8 @@ class Matching:
 #
 # Equal hashes mean equal tokens from the first position on, hence equal cache content. The chain begins with the cache
 # salt, so requests with different salts share nothing. Keys rotated by LongRoPE's long factors differ from keys rotated
-# by the short factors, so the two have different hashes too; and so have keys computed with different adapters.
+# by the short factors, so the two have different hashes too; and so have keys computed with different adapters. All
+# tokens of images are the same, so a page that shows an image also covers the image's key and where it is in the image.
 #
 # A draft head that reads hidden states computes the entry of a position from the token after it too. With such a head
 # the hash of a page also covers the token after the page (`following`).
@@ -189,9 +191,10 @@ def extend_hashes(
     long_rope: bool = False,
     adapter: bytes = b"",
     following: int = 0,
+    images: PromptImages | None = None,
 ) -> None:
     """Append hashes until there are `num_pages`. Reads the tokens of the new pages only. `adapter`: digest of the LoRA
-    adapter; empty: none. `following`: tokens after a page that its hash covers, 0 or 1."""
+    adapter; empty: none. `following`: tokens after a page that its hash covers, 0 or 1. `images`: of the prompt."""
     first = len(hashes)
     if first >= num_pages:
         return
@@ -200,9 +203,17 @@ def extend_hashes(
     parent = hashes[-1] if first else _root(salt, long_rope, adapter)
     content = array("i", tokens[first * page_size : needed]).tobytes()
     width, covered = page_size * _TOKEN_BYTES, (page_size + following) * _TOKEN_BYTES
-    for start in range(0, (num_pages - first) * width, width):
-        parent = blake2b(parent + content[start : start + covered], digest_size=DIGEST_BYTES).digest()
+    marks = {} if images is None else images.page_marks(first, num_pages, page_size, following)
+    for page, start in enumerate(range(0, (num_pages - first) * width, width), first):
+        shown = content[start : start + covered] + marks.get(page, b"") if marks else content[start : start + covered]
+        parent = blake2b(parent + shown, digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
+
+
+def extend_hashes_of(hashes: list[bytes], request: Request, num_pages: int, page_size: int, following: int) -> None:
+    """Append hashes of a request's pages until there are `num_pages`."""
+    key, images = request.cache_key, request.images
+    extend_hashes(hashes, request.tokens, num_pages, page_size, *key, following=following, images=images)
 
 
 @lru_cache(64)

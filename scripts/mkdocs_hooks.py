@@ -1,13 +1,17 @@
 """Hooks of mkdocs.yml: pages of the repository's root join the site, and links between them and docs/ keep working.
 
 README, ARCHITECTURE, CONTRIBUTING and CHANGELOG stay in the root. In the site they are pages beside those of docs/.
-Links to files that are not pages (source, examples, deploy) become plain text there.
+Links to files that are not pages (source, examples, deploy) become plain text there. A comment `site: NAME` becomes a
+part that scripts/pages makes.
 """
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PART = re.compile(r"<!-- site: (\S+) -->")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -43,4 +48,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match.group(0)  # mkdocs reports it
         return f"{picture}[{words}]({posixpath.relpath(found, posixpath.dirname(path) or '.')}{mark}{anchor})"
 
-    return LINK.sub(replace, markdown)
+    return PART.sub(lambda match: _parts()[match[1]](), LINK.sub(replace, markdown))
+
+
+@functools.cache
+def _parts() -> dict[str, Any]:
+    path = str(ROOT / "scripts" / "pages")
+    loader = SourceFileLoader("pages", path)
+    module = module_from_spec(spec_from_loader("pages", loader))
+    loader.exec_module(module)
+    return module.PARTS

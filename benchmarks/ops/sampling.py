@@ -26,6 +26,8 @@ from slipstream.ops.elementwise import reference as activation
 from slipstream.ops.elementwise import reference as norm
 from slipstream.ops.elementwise import reference as rows_reference
 from slipstream.ops.sampling import reference
+from slipstream.params.sampling import SamplingParams
+from slipstream.runner.sampling.draw import limits_of
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 256 << 20  # bytes of inputs over all copies, several times the L2 cache
@@ -96,7 +98,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     floor = torch.ones(num_rows, device="cuda")
 
     def limits(min_p: float, top_k: int, top_p: float) -> torch.Tensor:
-        row = (math.log(min_p) if min_p else -math.inf, top_k or size, top_p)
+        row = limits_of(SamplingParams(min_p=min_p, top_k=top_k, top_p=min(top_p, 1.0)), size)
         return torch.tensor([row], dtype=torch.float32, device="cuda").repeat(num_rows, 1)
 
     def draw(ops: Any, own: torch.Tensor, *, scaled: bool = False, limits: torch.Tensor | None = None) -> Any:

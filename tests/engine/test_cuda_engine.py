@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from patience import PATIENCE
+from sampling_values import TRUNCATIONS
 from slipstream import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
@@ -20,9 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FEATURES = {
     "greedy": GREEDY,
     "random": SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True),
-    "truncated": SamplingParams(
-        temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=20, ignore_eos=True
-    ),
+    "truncated": SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, **TRUNCATIONS),
     "penalties": SamplingParams(
         temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, max_tokens=20
     ),

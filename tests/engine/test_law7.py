@@ -11,6 +11,7 @@ from law7 import CELLS, FACTORS, PAIRED, PROMPTS
 from law7_engine import GREEDY, SHORT, assert_same, logprobs, make
 from repeats import slow
 from replay_device import ReplayDevice, captured_forwards
+from sampling_values import DRAWN, TRUNCATIONS, WORDS, with_value
 from slipstream import SamplingParams
 from slipstream.runner.features import Size
 from tiny import write_tiny
@@ -66,7 +67,6 @@ def test_greedy_tokens_do_not_depend_on_scheduling(model, alone, wanted, batched
         llm.core.scheduler.cache.check()
 
 
-WORDS = [*map(chr, range(33, 100, 2)), "th", "ee", "x y", *(a + b for a in "abcdefgh" for b in "ijklmnop")]
 EVERYTHING = dict(
     n=2,
     temperature=1.1,
@@ -103,35 +103,17 @@ JSON = {
     },
     "disable_any_whitespace": True,
 }
-FEW_IDS = {"allowed_token_ids": list(range(60, 70))}  # tokens that are drawn again, so that penalties matter
-FEATURES = {
-    "temperature": SamplingParams(temperature=0.9, max_tokens=12, logprobs=2),
-    "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=12),
-    "top_p": SamplingParams(top_p=0.7, max_tokens=12),
-    "top_k": SamplingParams(top_k=5, max_tokens=12),
-    "min_p": SamplingParams(min_p=0.2, max_tokens=12),
+# a feature has the name of its parameter
+SINGLE = {name: with_value(name, max_tokens=24 if name.startswith("stop") else 12) for name in DRAWN}
+FEATURES = SINGLE | {
     "all truncations": SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, max_tokens=12),
-    "n": SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=0),
-    "repetition": SamplingParams(temperature=0, repetition_penalty=4.0, max_tokens=14, logprobs=1, **FEW_IDS),
-    "presence": SamplingParams(temperature=0.7, presence_penalty=2.0, max_tokens=14, **FEW_IDS),
-    "frequency": SamplingParams(temperature=0.7, frequency_penalty=1.8, max_tokens=14, **FEW_IDS),
-    "min_tokens": SamplingParams(temperature=1.0, min_tokens=6, stop_token_ids=list(range(0, 256, 3)), max_tokens=12),
-    "stop ids": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 256, 9)), max_tokens=24),
-    "stop strings": SamplingParams(temperature=1.0, stop=["a", "e", "zz"], max_tokens=24),
-    "logit_bias": SamplingParams(temperature=0.8, logit_bias={65: 5.0, 66: 4.5, 300: -100.0, 0: 3.0}, max_tokens=12),
-    "allowed ids": SamplingParams(allowed_token_ids=list(range(0, 256, 7)), max_tokens=12, logprobs=1),
-    "bad words": SamplingParams(bad_words=WORDS, max_tokens=16),
-    "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=5),
     "prompt logprobs of samples": SamplingParams(n=2, prompt_logprobs=0, max_tokens=5),
     "json schema": SamplingParams(temperature=1.0, max_tokens=32, structured_outputs=JSON),
     "json schema, drawn": SamplingParams(temperature=1.0, max_tokens=32, structured_outputs=JSON, logprobs=2),
-    "given ids": SamplingParams(logprob_token_ids=[3, 250, 17], max_tokens=10),
     "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[1], max_tokens=5),
     "shown special tokens": SamplingParams(
         logit_bias={256: 8.0, 257: 8.0}, skip_special_tokens=False, spaces_between_special_tokens=False
     ),
-    "no text": SamplingParams(detokenize=False, logprobs=1),
-    "truncated": SamplingParams(truncate_prompt_tokens=9, prompt_logprobs=1, cache_salt="s", priority=2),
     "everything": SamplingParams(**EVERYTHING),
     "everything among others": [
         SamplingParams(**EVERYTHING),
@@ -161,7 +143,7 @@ FEATURES["grammars among others"] = [
         presence_penalty=0.4,
         structured_outputs={"grammar": 'start: "<" /[a-z]{1,6}/ ("," /[a-z]{1,6}/)* ">"'},
     ),
-    FEATURES["repetition"],
+    FEATURES["repetition_penalty"],
     SamplingParams(max_tokens=20, stop=["ight"], structured_outputs={"choice": ["the night is dark", "day is bright"]}),
 ]
 
@@ -196,7 +178,7 @@ def test_each_feature_runs_with_every_value_of_each_factor():
             assert found == {cell[place] for cell in CELLS}
 
 
-WHOLE = ("json schema", "stop ids", "stop strings", "min_tokens", "everything")  # features that may end an answer
+WHOLE = ("json schema", "stop_token_ids", "stop", "min_tokens", "everything")  # features that may end an answer
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -208,7 +190,9 @@ def test_sampled_tokens_do_not_depend_on_scheduling(model, alone, feature):
     wanted = alone(params, prompts)
     for cell in CELLS_OF[feature]:
         # prompts of 9 tokens take fewer chunks
-        with make(model, **cell, preempt_at=8 if feature == "truncated" and cell["chunked"] else None) as llm:
+        with make(
+            model, **cell, preempt_at=8 if feature == "truncate_prompt_tokens" and cell["chunked"] else None
+        ) as llm:
             assert_same(llm.generate(prompts, params), wanted)
             assert (llm.core.scheduler.num_preemptions > 0) == cell["preempted"]
 
@@ -266,13 +250,14 @@ REPLAYED = {
     "greedy": GREEDY.with_changes(logprobs=None),
     "logprobs": GREEDY,
     "random": GREEDY.with_changes(temperature=1.0, seed=3, logprobs=None),
-    "cut": GREEDY.with_changes(temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
+    "cut": GREEDY.with_changes(temperature=0.8, seed=3, **TRUNCATIONS | dict(top_k=20, top_p=0.9, min_p=0.01)),
     "top_p": GREEDY.with_changes(temperature=1.1, seed=4, top_p=0.8, logprobs=None),
     "penalties": GREEDY.with_changes(repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.2),
     "penalties and noise": GREEDY.with_changes(temperature=0.9, seed=5, repetition_penalty=1.3, min_p=0.02),
     "bias": GREEDY.with_changes(logit_bias={5: 4.0, 9: -3.0}, logprobs=None),
     "allowed": GREEDY.with_changes(temperature=0.9, seed=6, allowed_token_ids=list(range(5, 80))),
     "min_tokens": GREEDY.with_changes(ignore_eos=False, min_tokens=9, stop_token_ids=list(range(2, 150))),
+    "bad_words": GREEDY.with_changes(temperature=0.9, seed=7, bad_words=WORDS, logprobs=None),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sampling_values import VALUES, edges
 from slipstream import LLM, PoolingParams, SamplingParams
 from slipstream.base.errors import (
     BadCheckpoint,
@@ -21,6 +22,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     UnsupportedModel,
 )
+from slipstream.params.sampling import BENCH, names_for
 from tiny import VOCAB_SIZE, write_tiny
 
 SMALL: dict[str, Any] = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, num_threads=1)
@@ -95,15 +97,11 @@ def random_request(rng: random.Random) -> tuple[Any, SamplingParams | PoolingPar
     ids = [0, VOCAB_SIZE - 1, *rng.sample(range(VOCAB_SIZE), 3)]
     everything = list(range(VOCAB_SIZE))
     choices: dict[str, list[Any]] = {
+        **{name: [*edges(name), VALUES[name]] for name in names_for(BENCH)},
         "n": [1, 1, 3],
         "temperature": [0, 1e-9, 1e-5, 1.0, 1e6],
-        "top_p": [1e-9, 0.5, 1.0],
         "top_k": [-1, 1, VOCAB_SIZE, 2**31 - 1],
-        "min_p": [0.0, 1.0],
-        "seed": [None, -(2**63), 2**64 - 1],
-        "repetition_penalty": [1e-6, 1.0, 1e6],
-        "presence_penalty": [-2.0, 0.0, 2.0],
-        "frequency_penalty": [-2.0, 0.0, 2.0],
+        "seed": [None, *edges("seed")],
         "max_tokens": [None, 1, 2, 2**31 - 1],
         "min_tokens": [0, 1],
         "stop_token_ids": [None, ids, everything],
@@ -114,7 +112,7 @@ def random_request(rng: random.Random) -> tuple[Any, SamplingParams | PoolingPar
         "allowed_token_ids": [None, ids, everything, [VOCAB_SIZE - 1]],
         "bad_words": [None, ["a"], list(map(chr, range(33, 127)))],
         "truncate_prompt_tokens": [None, -1, 1, 2**31 - 1],
-        "priority": [0, -(2**62), 2**62],
+        "priority": [0, *edges("priority")],
         "cache_salt": ["", "x"],
         "ignore_eos": [True, False],
     }
@@ -128,9 +126,9 @@ def test_no_request_ends_the_engine(seed: int, tmp_path: Path) -> None:
     num_refused = num_served = 0
     options = SMALL | dict(max_num_seqs=4, max_num_batched_tokens=rng.choice([4, 17, 64]), depth=rng.choice([0, 2]))
     with LLM(str(write_tiny(tmp_path, rng.choice(["llama", "gemma2"]))), **options) as llm:
-        for _ in range(30):
+        for number in range(31):
             try:
-                prompt, params = random_request(rng)
+                prompt, params = random_request(rng) if number else ([0] * 64, SamplingParams())  # one is too long
                 if isinstance(params, PoolingParams):
                     llm.encode([prompt], params)
                 else:

@@ -12,8 +12,10 @@ from fake_mode import NO_VALUES
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from replay_device import ReplayDevice
+from sampling_values import DRAWN, TRUNCATIONS, VALUES, with_value
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.step import StepResult
+from slipstream.params.sampling import BENCH, names_for
 from tiny import LONG_ROPE, write_tiny
 
 
@@ -35,38 +37,15 @@ def _edit(output_ids, logits):
 FEATURES = {
     "greedy": SamplingParams(temperature=0, max_tokens=4),
     "random": SamplingParams(temperature=0.8, max_tokens=4),
-    "truncated": SamplingParams(top_k=5, top_p=0.8, min_p=0.05, max_tokens=4),
-    "top_p": SamplingParams(top_p=0.8, max_tokens=4),
+    "truncated": SamplingParams(**TRUNCATIONS, max_tokens=4),
     "penalties": SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, max_tokens=4),
-    "min_tokens": SamplingParams(min_tokens=2, stop_token_ids=[1, 2, 3], max_tokens=4),
-    "logprobs": SamplingParams(logprobs=4, max_tokens=4),
-    "samples": SamplingParams(n=3, seed=1, max_tokens=4),
-    "allowed": SamplingParams(allowed_token_ids=[5, 6, 7], max_tokens=4),
-    "bias": SamplingParams(logit_bias={5: 2.0, 9: -3.0}, max_tokens=4),
-    "bad words": SamplingParams(bad_words=["a", "the cat", "xyz"], max_tokens=4),
-    "grammar": SamplingParams(structured_outputs={"regex": "[a-z]*"}, max_tokens=4),
-    "prompt logprobs": SamplingParams(prompt_logprobs=2, max_tokens=4),
-    "given": SamplingParams(logprob_token_ids=[3, 4], max_tokens=4),
     "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=4),
-    "everything": SamplingParams(
-        n=2,
-        temperature=0.7,
-        top_k=9,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        min_tokens=3,
-        stop_token_ids=[1],
-        logprobs=2,
-        prompt_logprobs=1,
-        max_tokens=6,
-        logprob_token_ids=[7],
-        logit_bias={5: 1.0},
-        allowed_token_ids=list(range(90)),
-        bad_words=["ab", "c"],
-    ),  # fmt: skip
+    "grammar": with_value("structured_outputs", max_tokens=4),
+    "everything": SamplingParams(**{name: VALUES[name] for name in DRAWN} | dict(max_tokens=6, detokenize=True, n=2)),
+} | {
+    name: with_value(name, max_tokens=4 + 2 * (name == "min_tokens"))
+    for name in DRAWN
+    if name not in ("detokenize", "truncate_prompt_tokens", "stop", *names_for(BENCH))
 }
 
 OF_TOKENS = SamplingParams(logits_processors=[_Tokens()], max_tokens=6)
@@ -165,7 +144,7 @@ def test_windows_and_states_with_preemption(folder):
 
 @pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])
 def test_no_step_with_drafts_looks_at_a_value(tmp_path, device):
-    names = ("greedy", "truncated", "penalties", "min_tokens", "logprobs", "bias", "bad words", "samples")
+    names = ("greedy", "truncated", "penalties", "min_tokens", "logprobs", "logit_bias", "bad_words", "n")
     params = [FEATURES[name] for name in names] + [THINKING, OF_TOKENS] + ([OF_LOGITS] if device is None else [])
     folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=1))
     assert drive(folder, params, device=device, drafts="ngram:2") > 20

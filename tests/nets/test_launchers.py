@@ -34,6 +34,8 @@ from slipstream.ops.gemm.moe import ExpertBiases, RouterRule, Routing, SharedMat
 from slipstream.ops.gemm.quantized import QuantizedExperts, QuantizedMatrix, words_of  # noqa: E402
 from slipstream.ops.sampling import Accepted, DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.sampling.reference import DrawTables, Penalty, TokenMask  # noqa: E402
+from slipstream.params.sampling import SamplingParams  # noqa: E402
+from slipstream.runner.sampling.draw import limits_of  # noqa: E402
 
 VOCAB = 300
 
@@ -119,7 +121,7 @@ def quantized() -> dict[str, Callable[[], Any]]:
 
 def sampling() -> dict[str, Callable[[], Any]]:
     logits, keys, entries = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
-    limits = torch.tensor([[-1.0, 5.0, 0.9]]).repeat(ROWS, 1)
+    limits = torch.tensor([limits_of(SamplingParams(min_p=0.3, top_k=5, top_p=0.9), VOCAB)]).repeat(ROWS, 1)
     warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
     counts, seen, _, values, _ = penalty()
     after = penalty()._replace(earlier=ints(ROWS, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,8 +17,11 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
+from sampling_values import TRUNCATIONS  # noqa: E402
 from slipstream.ops.sampling import reference  # noqa: E402
 from slipstream.ops.sampling import triton as kernels  # noqa: E402
+from slipstream.params.sampling import SamplingParams  # noqa: E402
+from slipstream.runner.sampling import draw as draw_stage  # noqa: E402
 
 # the interpreter's own use of numpy
 IGNORED = ("ignore::DeprecationWarning", "ignore:overflow", "ignore:invalid value")
@@ -68,7 +72,7 @@ def order_of(limits: torch.Tensor, size: int) -> list[tuple[torch.Tensor, int]]:
     return [(torch.arange(len(limits), device=limits.device), size)]
 
 
-LIMITS = [
+LIMITS: list[Any] = [
     (0.0, 0, 2.0),  # neutral
     (0.0, 1, 2.0),
     (0.0, 5, 2.0),
@@ -83,11 +87,15 @@ LIMITS = [
     (0.05, 0, 0.8),
     (0.3, 40, 2.0),
     (0.001, 20, 0.9),
+    *({name: value} for name, value in TRUNCATIONS.items()),
+    TRUNCATIONS,
 ]
 
 
-def limits_of(asks: list[tuple[float, int, float]], size: int) -> torch.Tensor:
-    rows = [(math.log(min_p) if min_p else -math.inf, top_k or size, top_p) for min_p, top_k, top_p in asks]
+def limits_of(asks: Sequence[tuple[float, int, float] | dict[str, Any]], size: int) -> torch.Tensor:
+    """`asks`: min_p, top_k and top_p of each row, or its parameters by name."""
+    named = [ask if isinstance(ask, dict) else dict(min_p=ask[0], top_k=ask[1], top_p=min(ask[2], 1.0)) for ask in asks]
+    rows = [draw_stage.limits_of(SamplingParams(**ask), size) for ask in named]
     return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
 
 
@@ -240,9 +248,10 @@ def test_the_floor_of_a_neutral_row_is_none() -> None:
 
 
 def test_ties_at_the_edge_stay() -> None:
-    logits = randn(len(LIMITS), 300, scale=2.0).round()
+    asks = [(ask[0], ask[1], 2.0) for ask in LIMITS if isinstance(ask, tuple)]
+    logits = randn(len(asks), 300, scale=2.0).round()
     logits[:, 7] = 11.0  # above the ties, so that no sum decides by rounding
-    check_floor(logits, limits_of([(min_p, top_k, 2.0) for min_p, top_k, _ in LIMITS], 300))
+    check_floor(logits, limits_of(asks, 300))
     # top-p over equal weights, exactly representable: half of 256 equals, and one more where it is not whole
     flat = torch.zeros(2, 256, device=DEVICE)
     floor = kernels.find_floor(flat, limits_of([(0.0, 0, 0.5), (0.0, 10, 0.3)], 256))

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sampling_values import VALUES, with_value
 from slipstream import RequestOutputKind, SamplingParams
 from slipstream.base.errors import InvalidParams
 from slipstream.params.values import MAX_HOLDERS, is_deep, is_deep_json, is_wide_json
@@ -30,6 +31,12 @@ def test_fields_have_the_order_and_the_defaults_of_vllm():
     for name in MISSING:
         with pytest.raises(InvalidParams, match=f"has no {name}"):
             SamplingParams(**{name: {}})
+
+
+def test_every_parameter_has_a_value_for_the_nets():
+    assert VALUES.keys() == set(SamplingParams.__struct_fields__)
+    for name, value in VALUES.items():
+        assert getattr(with_value(name, min_tokens=0), name) != getattr(SamplingParams(), name), f"{name}={value!r}"
 
 
 def test_parameters_can_be_assigned_and_stay_checked():

@@ -8,20 +8,22 @@ import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from sampling_values import TRUNCATIONS, VALUES
 from slipstream.device.device import Device
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import BENCH, SamplingParams, names_for
 from slipstream.runner.sampling.stage import StageWork
 
 EVERY_FEATURE = [
     GREEDY,
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(top_k=5),
-    SamplingParams(min_p=0.1),
     SamplingParams(temperature=0, repetition_penalty=1.3),
     SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, frequency_penalty=0.5, min_tokens=2),
     SamplingParams(temperature=0, presence_penalty=1.0, min_tokens=3),
+    *(SamplingParams(**{name: value}) for name, value in TRUNCATIONS.items()),
 ]
+
+ALL = next(place for place, params in enumerate(EVERY_FEATURE) if params.top_k and params.frequency_penalty)
 
 
 def fake_steps(plant=None):
@@ -39,9 +41,9 @@ def fake_steps(plant=None):
                 harness.launch(plan, [2 + step] * len(rows), torch.randn(len(rows), vocab), outputs.append)
                 admitted = []
         # one leaves, another takes its row and entry, the table grows
-        admitted = [admission(6, EVERY_FEATURE[6], prompt=(1,), output=(4, 5), stop_ids=range(9))]
+        admitted = [admission(ALL, EVERY_FEATURE[ALL], prompt=(1,), output=(4, 5), stop_ids=range(9))]
         harness.launch(
-            make_plan([6], admitted, released=[6], num_logprobs=5), [3], torch.randn(1, vocab), outputs.append
+            make_plan([ALL], admitted, released=[ALL], num_logprobs=5), [3], torch.randn(1, vocab), outputs.append
         )
     return outputs
 
@@ -104,12 +106,8 @@ def any_params(rng):
 
     return SamplingParams(
         temperature=maybe(float(rng.choice([0.3, 1.0, 4.0])), 0.0),
-        top_k=maybe(int(rng.integers(1, 6)), 0),
-        top_p=maybe(float(rng.uniform(0.3, 0.9)), 1.0),
-        min_p=maybe(float(rng.uniform(0, 0.3)), 0.0),
-        repetition_penalty=maybe(float(rng.uniform(1, 3)), 1.0),
-        frequency_penalty=maybe(float(rng.uniform(0, 2)), 0.0),
         min_tokens=maybe(int(rng.integers(1, 5)), 0),
+        **{name: value for name in names_for(BENCH) if name != "temperature" and (value := maybe(VALUES[name], None))},
     )
 
 
@@ -189,7 +187,7 @@ def test_steps_ahead_and_captured_ones_give_the_same_tokens(seed, ahead, capture
 def test_a_step_uploads_little():
     """The arena is sized by rows: no feature may upload more than this, except histories and stop ids."""
     num = 64
-    params = EVERY_FEATURE[6]
+    params = EVERY_FEATURE[ALL]
     harness = Harness(num + 1, 100)
     admitted = [admission(row, params, prompt=(1,), stop_ids=(2,)) for row in range(num)]
     harness.step(range(num), [1] * num, np.zeros((num, 100)), admitted)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, penalized, softmax, truncated
 
+from sampling_values import TRUNCATIONS
 from slipstream.ops.sampling import reference
 from slipstream.params.sampling import SamplingParams
 
@@ -40,9 +41,7 @@ PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.5),
     SamplingParams(temperature=2.5),
-    SamplingParams(top_k=4),
-    SamplingParams(top_p=0.7),
-    SamplingParams(min_p=0.1),
+    *(SamplingParams(**{name: value}) for name, value in TRUNCATIONS.items()),
     SamplingParams(temperature=1.7, top_k=9, top_p=0.8, min_p=0.02),
     SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05),
 ]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
 
+from sampling_values import TRUNCATIONS as VALUES
 from slipstream.params.sampling import SamplingParams
 from slipstream.runner.sampling.forbid import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
@@ -211,6 +212,8 @@ TRUNCATIONS = [
     SamplingParams(top_k=5, top_p=0.8, temperature=1.3),
     SamplingParams(min_p=0.05, top_p=0.9, temperature=2.0),
     SamplingParams(min_p=0.02, top_k=6, top_p=0.97, temperature=4.0),
+    *(SamplingParams(**{name: value}) for name, value in VALUES.items()),
+    SamplingParams(**VALUES),
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sampling_values import NUMBERS, bad_values
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.base.errors import (
     BadCheckpoint,
@@ -73,37 +74,14 @@ def test_a_bad_prompt_is_refused_and_others_are_served(llm, prompt, error, says)
 @pytest.mark.parametrize(
     "bad",
     [
-        dict(temperature=-1),
-        dict(temperature=math.nan),
-        dict(temperature=math.inf),
-        dict(temperature="hot"),
+        *({name: value} for name in NUMBERS for value in bad_values(name)),
         dict(temperature=1e300),
-        dict(repetition_penalty=1e39),
-        dict(min_tokens=2**63, max_tokens=None),
-        dict(top_k=2**63),
-        dict(top_p=0),
-        dict(top_p=1.1),
-        dict(top_p=math.nan),
-        dict(top_k=-2),
-        dict(top_k=1.5),
-        dict(min_p=-0.1),
-        dict(n=0),
-        dict(n=True),
-        dict(max_tokens=0),
-        dict(min_tokens=-1),
         dict(min_tokens=20, max_tokens=10),
-        dict(repetition_penalty=0),
-        dict(presence_penalty=3),
-        dict(frequency_penalty=-2.5),
-        dict(seed=1.0),
         dict(stop=[""]),
         dict(stop=[1]),
         dict(stop_token_ids=["a"]),
         dict(stop_token_ids=[-1]),
         dict(ignore_eos="yes"),
-        dict(logprobs=-2),
-        dict(prompt_logprobs=-2),
-        dict(prompt_logprobs=1.5),
         dict(logprob_token_ids=[1, -1]),
         dict(logprob_token_ids=7),
         dict(logit_bias=[1, 2]),
@@ -125,7 +103,6 @@ def test_a_bad_prompt_is_refused_and_others_are_served(llm, prompt, error, says)
         dict(truncate_prompt_tokens=0),
         dict(truncate_prompt_tokens=-2),
         dict(truncate_prompt_tokens=True),
-        dict(priority=1.5),
         dict(priority=None),
         dict(cache_salt=3),
         dict(cache_salt=None),

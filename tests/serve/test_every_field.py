@@ -16,12 +16,14 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from sampling_values import VALUES as OF_PARAMS
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, add_batch_store
 from serve.dialect_fields import DIALECTS
 from serve.samples import MESSAGES, SAMPLES
 from slipstream.base import typed
 from slipstream.checkpoint.pooling_info import PoolingInfo
+from slipstream.params.sampling import FIELD, PARAMS, names_for
 from slipstream.serve.http.generation import fields
 from slipstream.serve.http.server.app import App
 from slipstream.serve.http.server.settings import ServerSettings
@@ -40,12 +42,10 @@ LABELS = {  # ask for nothing, and their description says so
 
 # what a field is set to, beside what it needs; None: the value is refused
 VALUES: dict[str, Any] = {
-    "model": "tiny", "n": 2, "temperature": 0.1, "top_p": 0.5, "seed": 7, "stop": "z", "presence_penalty": 0.5,
-    "frequency_penalty": 0.5, "logit_bias": {"5": 1.0}, "max_tokens": 3, "stream": True, "top_k": 3, "min_p": 0.1,
-    "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True,
-    "skip_special_tokens": False, "spaces_between_special_tokens": False, "truncate_prompt_tokens": 3,
-    "allowed_token_ids": [5, 6], "bad_words": ["x"], "prompt_logprobs": 1, "priority": 3, "cache_salt": "s",
-    "add_special_tokens": True, "return_token_ids": True, "echo": True, "max_completion_tokens": 3,
+    **{name: OF_PARAMS[name] for name in names_for(FIELD)},
+    "model": "tiny", "stop": "z", "logit_bias": {"5": 1.0}, "max_tokens": 3, "min_tokens": 2,
+    "truncate_prompt_tokens": 3, "stream": True, "add_special_tokens": True, "return_token_ids": True, "echo": True,
+    "max_completion_tokens": 3,
     "encoding_format": "base64", "dimensions": 4, "normalize": False, "truncation_side": "left",
     "task": "token_embed", "top_n": 1, "return_documents": False, "instruction": "be exact", "max_tokens_per_doc": 1,
     "raw_scores": True, "return_text": True, "truncate": False, "truncation_direction": "left", "activation": False,
@@ -53,7 +53,7 @@ VALUES: dict[str, Any] = {
     "add_generation_prompt": False, "prompt_name": "query",
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "array"},
     "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
-    "guided_whitespace_pattern": " ?", "vllm_xargs": {"level": 2}, "thinking_token_budget": 5,
+    "guided_whitespace_pattern": " ?", "vllm_xargs": {"level": 2},
 }  # fmt: skip
 # fields that need others beside them
 WITH: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ WITH: dict[str, dict[str, Any]] = {
     "returned_token_ids": {"task": "token_classify"},
 }
 VALUES |= {
-    "include_stop_str_in_output": True, "stream_options": {"include_usage": True}, "logprob_token_ids": [9],
+    "stream_options": {"include_usage": True},
     "return_tokens_as_token_ids": True, "top_logprobs": 2, "logprobs": True, "step_tag_id": 104,
     "returned_token_ids": [0],
 }  # fmt: skip
@@ -369,8 +369,8 @@ NESTED = [
     *(
         ("/api/chat", {}, "options", {"num_predict": 4}, {"num_predict": 4, name: value})
         for name, value in {
-            "temperature": 0.1, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": "z", "presence_penalty": 0.5,
-            "frequency_penalty": 0.5, "repeat_penalty": 1.1, "num_predict": 3, "num_ctx": 2,
+            **{row.ollama: OF_PARAMS[ours] for ours, row in PARAMS.items() if row.ollama},
+            "num_predict": 3, "num_ctx": 2,
         }.items()
     ),
 ]  # fmt: skip

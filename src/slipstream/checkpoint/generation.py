@@ -11,26 +11,13 @@ import msgspec
 
 from slipstream.base.errors import BadCheckpoint, InvalidOption, InvalidParams
 from slipstream.base.files import load_json
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import PARAMS, SamplingParams
 
 # generation_config.json names -> SamplingParams names
-_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_FIELDS = {row.config: name for name, row in PARAMS.items() if row.config}
 _OTHER_FIELDS = ("do_sample", "eos_token_id")
 # fields of GGUF files, which converters fill from generation_config.json
-_GGUF_FIELDS = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
+_GGUF_FIELDS = {f"general.sampling.{row.gguf}": name for name, row in PARAMS.items() if row.gguf}
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):

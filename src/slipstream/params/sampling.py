@@ -1,9 +1,11 @@
 """SamplingParams: the sampling parameters of one request.
 
+A parameter is a field of the class and a row of PARAMS, from which follow its check, its request field, its flags, its
+names elsewhere, whether redacted recordings keep it, and its line in docs/api.md.
+
 The constructor and assignments raise for a bad value, so that no step fails on it. The engine takes a copy, so later
-assignments change later requests only. Checks of single values are in `values.py`, those that need the model (ids
-against the vocabulary) in `front/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad
-words.
+assignments change later requests only. Checks that need the model (ids against the vocabulary) are in
+`front/param_checks.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
 """
 
 from __future__ import annotations
@@ -11,24 +13,26 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.base.errors import InvalidParams
 from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.params.values import (
-    MAX_COUNT,
+    PRIORITY,
+    Check,
     CheckedNames,
+    Integer,
+    Real,
+    Switch,
     check_bias,
     check_callables,
     check_ids,
-    check_integer,
     check_named_values,
     check_names,
-    check_real,
     check_strings,
-    check_turn,
+    check_text,
     plain_value,
 )
 
@@ -39,16 +43,6 @@ MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
 MAX_PACKED_LOGPROBS = 32  # likeliest tokens in the array that all rows share; rows with more are in another array
 
-_OPTIONAL = ("max_tokens",)  # None is a value of its own
-_SWITCHES = (
-    "flat_logprobs",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
-
 
 class RequestOutputKind(enum.IntEnum):
     """The content of each result of a stream."""
@@ -58,156 +52,187 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # one result, at the end
 
 
+class Use(enum.Flag):
+    """Uses of a parameter under its own name."""
+
+    FIELD = enum.auto()  # in requests to the server
+    FLAG = enum.auto()  # on the command line of generate and chat
+    BENCH = enum.auto()  # and of bench
+    KEPT = enum.auto()  # in redacted recordings: its value says nothing about the content of a request
+
+
+FIELD, FLAG, BENCH, KEPT = Use
+
+
+class Param(NamedTuple):
+    """A row of PARAMS."""
+
+    check: Check
+    help: str
+    use: Use = FIELD
+    ollama: str = ""  # its name among the options of Ollama's API; empty: it has none
+    config: str = ""  # in generation_config.json
+    gguf: str = ""  # in a GGUF file, after general.sampling.
+
+
+def _allowed_ids(name: str, value: Any) -> Any:
+    if not (ids := check_ids(name, value)):
+        raise InvalidParams(
+            f"{name} is empty, so no token could be drawn; give at least one, or leave it out", param=name
+        )
+    return ids
+
+
+def _prompt_limit(name: str, value: Any) -> Any:
+    if value == 0 and value is not False:
+        raise InvalidParams(f"{name} is 0, which leaves no prompt; give 1 or more, or -1", param=name)
+    return Integer(-1)(name, value)
+
+
+def _structured(name: str, value: Any) -> Any:
+    return as_params(value)
+
+
+def _output_kind(name: str, value: Any) -> Any:
+    if not isinstance(value, RequestOutputKind):
+        raise InvalidParams(f"{name} is {value!r}; give RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY", param=name)
+    return value
+
+
+_DRAW = FIELD | FLAG | BENCH | KEPT
+_NOWHERE = Use(0)
+# fmt: off
+PARAMS: dict[str, Param] = {
+    "temperature": Param(
+        Real(0.0, MAX_FACTOR), "divides the logits; 0: greedy", _DRAW, "temperature", "temperature", "temp"),
+    "top_p": Param(
+        Real(0.0, 1.0, open_low=True), "keep the smallest set of tokens whose probabilities sum to this; 1: all",
+        _DRAW, "top_p", "top_p", "top_p"),
+    "top_k": Param(
+        Integer(-1), "keep this many most likely tokens; 0 or -1: all", _DRAW, "top_k", "top_k", "top_k"),
+    "min_p": Param(
+        Real(0.0, 1.0), "keep tokens with at least this fraction of the largest probability",
+        _DRAW, "min_p", "min_p", "min_p"),
+    "repetition_penalty": Param(
+        Real(0.0, MAX_FACTOR, open_low=True), "over 1 discourages tokens of prompt and output: positive logits are "
+        "divided by it, negative ones multiplied", _DRAW, "repeat_penalty", "repetition_penalty", "penalty_repeat"),
+    "presence_penalty": Param(
+        Real(-2.0, 2.0), "subtracted once from the logit of every token in the output", _DRAW, "presence_penalty"),
+    "frequency_penalty": Param(
+        Real(-2.0, 2.0), "subtracted from a token's logit once per occurrence in the output",
+        _DRAW, "frequency_penalty"),
+    "max_tokens": Param(
+        Integer(1, or_none=True), "maximum generated tokens; None: up to the model length",
+        FIELD | FLAG | KEPT, config="max_new_tokens"),
+    "min_tokens": Param(
+        Integer(0), "minimum generated tokens before the end token or a stop token", FIELD | FLAG | KEPT),
+    "thinking_token_budget": Param(
+        Integer(-1, unset=-1), "maximum reasoning tokens; then the marker that ends reasoning is written",
+        FIELD | FLAG),
+    "stop": Param(check_strings, "a string that stops generation, or a list of them", FIELD | FLAG, "stop"),
+    "ignore_eos": Param(Switch(), "continue past the model's end token", FIELD | FLAG | KEPT),
+    "n": Param(Integer(1, 1024), "samples per prompt, which share its pages of the KV cache", FIELD | KEPT),
+    "seed": Param(
+        Integer(-(2**63), MAX_SEED, unset=-1), "samples depend on it alone, not on other requests of the batch",
+        FIELD, "seed"),
+    "logprobs": Param(
+        Integer(-1, switch=True), "likeliest tokens to report with each sampled token and its logprob; -1: all", KEPT),
+    "prompt_logprobs": Param(
+        Integer(-1, switch=True), "likeliest tokens to report for each prompt token; no cached prefix is read",
+        FIELD | KEPT),
+    "logprob_token_ids": Param(check_ids, "tokens whose logprobs are reported at every step too"),
+    "stop_token_ids": Param(check_ids, "token ids that stop generation"),
+    "allowed_token_ids": Param(_allowed_ids, "sample only these tokens"),
+    "logit_bias": Param(check_bias, "added to the logits of these tokens, -100 to 100"),
+    "bad_words": Param(
+        check_strings, "texts that may not be generated, with or without a leading space; also not as the end of one "
+        "in the prompt"),
+    "structured_outputs": Param(
+        _structured, "the shape of the output: a JSON schema, a regular expression, choices or a grammar", _NOWHERE),
+    "skip_special_tokens": Param(Switch(), "omit special tokens from the text"),
+    "spaces_between_special_tokens": Param(
+        Switch(), "put spaces between special tokens that are shown, if the tokenizer puts them between others"),
+    "include_stop_str_in_output": Param(Switch(), "keep the stop string in the text"),
+    "truncate_prompt_tokens": Param(
+        _prompt_limit, "keep only this many of the prompt's last tokens; -1: as many as fit the model length"),
+    "priority": Param(PRIORITY, "lower values are scheduled first"),
+    "cache_salt": Param(check_text, "prompts share cached prefixes only with the same salt"),
+    "detokenize": Param(Switch(), "produce text", _NOWHERE),
+    "flat_logprobs": Param(
+        Switch(), "without effect: logprobs always have vLLM's compact form, and its attributes", _NOWHERE),
+    "output_kind": Param(
+        _output_kind, "what each result of a stream has, for AsyncEngine and LLMEngine; LLM returns whole outputs",
+        _NOWHERE),
+    "skip_reading_prefix_cache": Param(
+        Switch(or_none=True), "compute the whole prompt, also where the prefix cache has a part of it", _NOWHERE),
+    "extra_args": Param(check_named_values, "arguments for the logits processors of the engine", _NOWHERE),
+    "logits_processors": Param(
+        check_callables, "callables that edit the logits before a token is drawn, for LLM and AsyncEngine: see "
+        "docs/logits-processors.md", _NOWHERE),
+}
+# fmt: on
+
+
+def names_for(use: Use) -> tuple[str, ...]:
+    """The parameters with this use, in the order of PARAMS."""
+    return tuple(name for name, row in PARAMS.items() if use in row.use)
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=CheckedNames):
     """Parameters of sampling and stopping for one request. The order of the fields is vLLM's."""
 
     n: int = 1
-    """Number of samples per prompt. They share the prompt's KV cache pages."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
     repetition_penalty: float = 1.0
-    """Over 1 discourages tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probabilities sum to this; 1 keeps all."""
     top_k: int = 0
-    """Keep this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens whose probability is at least this fraction of the largest one."""
     seed: int | None = None
-    """Seed of the samples. Samples depend on the seed only, not on other requests of the batch."""
     stop: str | Sequence[str] | None = None
-    """Strings that stop generation."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that stop generation."""
     ignore_eos: bool = False
-    """Continue past the model's end token."""
     max_tokens: int | None = 16
-    """Maximum number of generated tokens; None is up to the model length."""
     min_tokens: int = 0
-    """Minimum number of tokens before the end token or a stop token is allowed."""
     logprobs: int | None = None
-    """Return the logprob of each sampled token and of this many most likely tokens; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token except the first. Such a prompt does not use the prefix cache."""
     logprob_token_ids: Sequence[int] | None = None
-    """Return the logprobs of these tokens at every step, besides the sampled token's."""
     flat_logprobs: bool = False
-    """vLLM's compact form of logprobs. Here they are always compact, with the attributes of that form."""
     detokenize: bool = True
-    """Produce text; False leaves it empty."""
     skip_special_tokens: bool = True
-    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """If special tokens are shown and the tokenizer puts spaces between tokens, put them between special tokens too."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each result of a stream has; for `AsyncEngine` and `LLMEngine`. `LLM` returns the whole outputs."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens."""
     allowed_token_ids: Sequence[int] | None = None
-    """Sample only these tokens."""
     extra_args: Mapping[str, Any] | None = None
-    """Arguments for the logits processors of the engine."""
     bad_words: Sequence[str] | None = None
-    """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
     skip_reading_prefix_cache: bool | None = None
-    """Compute the whole prompt, also where the prefix cache has a part of it."""
     thinking_token_budget: int | None = None
-    """Maximum number of reasoning tokens: then the end marker is written. None or -1: no limit."""
     logits_processors: Sequence[Any] | None = None
-    """Python callables that edit the logits before a token is drawn, for `LLM` and `AsyncEngine`: see
-    docs/logits-processors.md."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last tokens of the prompt, this many; -1 keeps as many as fit the model length."""
     priority: int = 0
-    """Requests with a lower number run first."""
     cache_salt: str = ""
-    """Prompts share cached pages only if they have the same salt."""
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1, 1024)
-        check_real("temperature", self.temperature, 0.0, MAX_FACTOR)
-        check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_integer("top_k", self.top_k, -1, MAX_COUNT)
-        check_real("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), MAX_SEED)
-            if self.seed == -1:
-                self._freeze("seed", None)
-        for name in ("logprobs", "prompt_logprobs"):
-            if isinstance(getattr(self, name), bool):  # OpenAI's switch
-                self._freeze(name, 1 if getattr(self, name) else None)
-        check_real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
-        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        if self.thinking_token_budget is not None:
-            check_integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
-            if self.thinking_token_budget == -1:
-                self._freeze("thinking_token_budget", None)
+        for value, (default, name, check) in zip(msgspec.structs.astuple(self), _CHECKED, strict=True):
+            if value is not default:
+                kept = check(name, value)
+                if kept is not value:
+                    self._freeze(name, kept)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second",
                 param="min_tokens",
             )
-        self._freeze("stop", check_strings("stop", self.stop))
-        self._freeze("bad_words", check_strings("bad_words", self.bad_words))
-        self._freeze("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
-        self._freeze("logprob_token_ids", check_ids("logprob_token_ids", self.logprob_token_ids))
-        if self.allowed_token_ids is not None:
-            self._freeze("allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise InvalidParams(
-                    "allowed_token_ids is empty, so no token could be drawn; give at least one, or leave it out",
-                    param="allowed_token_ids",
-                )
-        if self.logit_bias is not None:
-            self._freeze("logit_bias", check_bias(self.logit_bias))
-        if self.logits_processors is not None:
-            self._freeze("logits_processors", check_callables(self.logits_processors))
-        if self.extra_args is not None:
-            self._freeze("extra_args", check_named_values("extra_args", self.extra_args))
-        if self.structured_outputs is not None:
-            self._freeze("structured_outputs", as_params(self.structured_outputs))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False", param=name)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), -1, MAX_COUNT)
         if self.stop and not self.detokenize:
             raise InvalidParams(
                 f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
                 "use stop_token_ids or leave detokenize on",
                 param="stop",
             )
-        if self.truncate_prompt_tokens is not None:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
-            if self.truncate_prompt_tokens == 0:
-                raise InvalidParams(
-                    "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
-                    param="truncate_prompt_tokens",
-                )
-        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
-            raise InvalidParams(
-                f"skip_reading_prefix_cache is {self.skip_reading_prefix_cache!r}; give True, False or None",
-                param="skip_reading_prefix_cache",
-            )
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidParams(
-                f"output_kind is {self.output_kind!r}; give RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY",
-                param="output_kind",
-            )
-        check_turn(self.priority, self.cache_salt)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Checks the parameters with the new value. An error leaves them as they were."""
@@ -219,7 +244,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     def from_optional(**given: Any) -> SamplingParams:
         """The parameters that are not None, and defaults for the others."""
         return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None or name in _OPTIONAL}
+            **{name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         )
 
     def clone(self) -> SamplingParams:
@@ -281,3 +306,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
         """A copy that differs in these fields, checked again."""
         check_names(SamplingParams, changes)
         return msgspec.structs.replace(self, **{name: plain_value(value) for name, value in changes.items()})
+
+
+def _checked(field: msgspec.structs.FieldInfo) -> tuple[object, str, Check]:
+    """A default that needs no check, the name and the check of a field. Lists are kept as tuples."""
+    check = PARAMS[field.name].check
+    return check(field.name, None) if check in (check_ids, check_strings) else field.default, field.name, check
+
+
+_CHECKED = tuple(map(_checked, msgspec.structs.fields(SamplingParams)))
+assert len(PARAMS) == len(_CHECKED), f"no fields: {PARAMS.keys() - set(SamplingParams.__struct_fields__)}"

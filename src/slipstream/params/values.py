@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,13 +72,70 @@ def check_integer(name: str, value: object, low: int | None, high: int | None) -
         raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}", param=name)
 
 
+# Checks of parameters. As a text each says what it takes.
+
+Check = Callable[[str, Any], Any]
+"""Takes the name and a value of a parameter. Returns the value to keep, or raises InvalidParams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    low: float
+    high: float
+    open_low: bool = False
+
+    def __call__(self, name: str, value: Any) -> Any:
+        check_real(name, value, self.low, self.high, open_low=self.open_low)
+        return value
+
+    def __str__(self) -> str:
+        return _range(self.low, self.high, self.open_low)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    low: int
+    high: int = MAX_COUNT
+    or_none: bool = False  # None is a value of its own
+    unset: int | None = None  # a number that means None
+    switch: bool = False  # True means 1, False None
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if self.switch and isinstance(value, bool):
+            return 1 if value else None
+        if value is None and self.or_none:
+            return None
+        check_integer(name, value, self.low, self.high)
+        return None if value == self.unset else value
+
+    def __str__(self) -> str:
+        return _range(self.low, None if self.high == MAX_COUNT else self.high, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    or_none: bool = False
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if not isinstance(value, bool):
+            choice = "True, False or None" if self.or_none else "True or False"
+            raise InvalidParams(f"{name} is {value!r}; give {choice}", param=name)
+        return value
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+PRIORITY = Integer(-(2**62), 2**62)
+
+
 def check_turn(priority: object, cache_salt: object) -> None:
     """Checks priority and cache_salt."""
-    check_integer("priority", priority, -(2**62), 2**62)
+    PRIORITY("priority", priority)
     check_text("cache_salt", cache_salt)
 
 
-def check_text(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> object:
     """Checks that the value is a str that UTF-8 can encode: the core closes connections that send anything else."""
     if not isinstance(value, str):
         raise InvalidParams(f"{name} is {value!r}; give a string", param=name)
@@ -87,6 +145,7 @@ def check_text(name: str, value: object) -> None:
         raise InvalidParams(
             f"{name} holds half of a surrogate pair, which is no character; give text that is UTF-8", param=name
         ) from None
+    return value
 
 
 def is_deep_json(text: str | bytes, limit: int = MAX_DEPTH) -> bool:
@@ -162,33 +221,25 @@ def check_named_values(name: str, value: object) -> dict[str, Any] | None:
     return dict(value) or None
 
 
-def check_callables(value: object) -> tuple[Any, ...] | None:
+def check_callables(name: str, value: object) -> tuple[Any, ...] | None:
     if not isinstance(value, list | tuple) or not all(map(callable, value)):
-        raise InvalidParams(
-            f"logits_processors is {value!r}; give a list of callables, see docs/logits-processors.md",
-            param="logits_processors",
-        )
+        raise InvalidParams(f"{name} is {value!r}; give a list of callables, see docs/logits-processors.md", param=name)
     if needs := [each.needs for each in value if getattr(each, "needs", "logits") not in ("tokens", "logits")]:
-        raise InvalidParams(
-            f'logits_processors has a callable whose needs is {needs[0]!r}; give "tokens" or "logits"',
-            param="logits_processors",
-        )
+        raise InvalidParams(f'{name} has a callable whose needs is {needs[0]!r}; give "tokens" or "logits"', param=name)
     return tuple(value) or None
 
 
-def check_bias(value: object) -> dict[int, float] | None:
+def check_bias(name: str, value: object) -> dict[int, float] | None:
     """Checks logit_bias. Ids may be strings, as in JSON."""
     if not isinstance(value, Mapping):
-        raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
+        raise InvalidParams(f"{name} is {value!r}; give an object of token ids and numbers", param=name)
     bias: dict[int, float] = {}
     for key, number in value.items():
         token, number = int(key) if isinstance(key, str) and key.isdecimal() else plain_value(key), plain_value(number)
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up", param="logit_bias")
+            raise InvalidParams(f"{name} holds {key!r}; token ids are whole numbers from 0 up", param=name)
         if token in bias:
-            raise InvalidParams(
-                f"logit_bias holds {token} twice, as a number and as a text; leave one out", param="logit_bias"
-            )
-        check_real("logit_bias", number, None, None, of=f" of {token}")
+            raise InvalidParams(f"{name} holds {token} twice, as a number and as a text; leave one out", param=name)
+        check_real(name, number, None, None, of=f" of {token}")
         bias[token] = min(MAX_BIAS, max(-MAX_BIAS, float(number)))  # clamped, as in OpenAI's API
     return bias or None

@@ -34,7 +34,7 @@ from slipstream.contracts.step import (
     SitOut,
     StepPlan,
 )
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import KEPT, SamplingParams, names_for
 
 MAGIC = b"slipstream recording 1\n"
 MAX_CONTENT = 2**30  # bytes of a file after decompression
@@ -173,15 +173,8 @@ def _redacted_step(step: StepRecord) -> StepRecord:
     return msgspec.structs.replace(step, plan=plan, late=late, tokens=tokens, pooled=None)
 
 
-_KEPT_PARAMS = (
-    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "logprobs", "prompt_logprobs",
-)  # fmt: skip
-"""Sampling parameters that say nothing about the content of a request."""
-
-
 def _redacted_admission(admission: Admission) -> Admission:
-    kept = {name: getattr(admission.params, name) for name in _KEPT_PARAMS}
+    kept = {name: getattr(admission.params, name) for name in names_for(KEPT)}
     history = None if admission.history is None else np.zeros_like(admission.history)
     return replace(admission, params=SamplingParams(**kept), history=history, bad_words=(), stop_ids=(), thinking=None)
 

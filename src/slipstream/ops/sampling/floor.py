@@ -20,6 +20,7 @@ from slipstream.ops.sampling.reference import Penalty
 SPAN = 128  # logits per peak
 _SPANS = 32  # per chunk
 _TILE = 64  # spans loaded at a time
+_NUM_LIMITS = tl.constexpr(3)  # of a row
 
 
 def find_floor(
@@ -40,7 +41,7 @@ def find_floor_and_peaks(
     """The floors, and the peaks [R, spans] after penalties and temperature; peaks of rows without limits are
     undefined."""
     num_rows, size = logits.shape
-    assert logits.stride(1) == 1 and limits.is_contiguous() and limits.shape == (num_rows, 3)
+    assert logits.stride(1) == 1 and limits.is_contiguous() and limits.shape == (num_rows, _NUM_LIMITS.value)
     num_spans = triton.cdiv(size, SPAN)
     num_chunks = triton.cdiv(num_spans, _SPANS)
     device = logits.device
@@ -91,10 +92,11 @@ def find_floor_and_peaks(
 @triton.jit
 def _load_limits(limits, row, size):
     """The limits of a row, and which of them are active."""
-    log_min_p = tl.load(limits + row * 3).to(tl.float32)
-    top_k = tl.load(limits + row * 3 + 1).to(tl.int32)
+    limits += row * _NUM_LIMITS
+    log_min_p = tl.load(limits).to(tl.float32)
+    top_k = tl.load(limits + 1).to(tl.int32)
     # a very small top_p rounds to 0, and a mass of 0 would be reached above the largest logit too
-    top_p = tl.maximum(tl.load(limits + row * 3 + 2).to(tl.float32), 1e-30)
+    top_p = tl.maximum(tl.load(limits + 2).to(tl.float32), 1e-30)
     has_min = log_min_p > float("-inf")
     has_k = top_k < size
     has_p = top_p <= 1.0

@@ -133,7 +133,7 @@ class DrawTables(NamedTuple):
     keys: torch.Tensor  # [rows] int64 row keys
     is_random: torch.Tensor  # [rows] bool, whether the row is sampled with noise
     temperatures: torch.Tensor | None  # [rows], above 0; None: the logits are already scaled
-    limits: torch.Tensor | None  # [rows, 3] as in `find_floor`; None: no row has limits
+    limits: torch.Tensor | None  # [rows, limits] as in `find_floor`; None: no row has limits
 
 
 class RowHints(NamedTuple):
@@ -157,7 +157,7 @@ def draw(
     keys: torch.Tensor,  # [R] int64 step keys
     random: torch.Tensor | None = None,  # [R] bool, rows that are sampled with noise; None: all
     temperature: torch.Tensor | None = None,  # [R], above 0; None: the logits are already scaled
-    limits: torch.Tensor | None = None,  # [R, 3] as in `find_floor`; None: dropped tokens are already -inf
+    limits: torch.Tensor | None = None,  # [R, limits] as in `find_floor`; None: dropped tokens are already -inf
     penalty: Penalty | None = None,
     mask: TokenMask | None = None,
 ) -> Choice:

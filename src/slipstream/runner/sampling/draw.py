@@ -126,6 +126,16 @@ def apply_to_logits(part: StageWork) -> StageWork:
 
 _NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
 
+
+def limits_of(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
+    """The limits of a row that samples, as `find_floor` takes them: log of min_p, top_k, top_p."""
+    return (
+        math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        params.top_k if 0 < params.top_k < vocab_size else vocab_size,
+        params.top_p if params.top_p < 1 else _NO_TOP_P,
+    )
+
+
 # what finding a row's floor needs
 _NONE, _BEST, _TOP_K, _ALL = range(4)
 
@@ -143,8 +153,8 @@ class Truncate(Stage):
         self.group = np.full(num_rows, _NONE, np.int8)
         self._users: set[int] = set()  # rows that are in a group
         self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary size without top-k
-        self.limits = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
-        self._keep_all = (-math.inf, vocab_size, _NO_TOP_P)
+        self._keep_all = limits_of(SamplingParams(), vocab_size)
+        self.limits = StagedTensor((num_rows, len(self._keep_all)), dtype, device)
         for column, value in zip(self.limits.device.unbind(1), self._keep_all, strict=True):
             column.fill_(value)
 
@@ -152,25 +162,21 @@ class Truncate(Stage):
         self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             row, params = admission.row, admission.params
-            before, group = self.group[row], self._group_of(params)
+            limits = self._keep_all if params.is_greedy else limits_of(params, self.vocab_size)
+            before, group = self.group[row], self._group_of(limits)
             self.group[row] = group
-            if group == _NONE:
-                if before != _NONE:
-                    self.limits.write(row, self._keep_all)
-                continue
-            self._users.add(row)
-            self.top_k[row] = top_k = params.top_k if group == _TOP_K else self.vocab_size
-            log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-            self.limits.write(row, (log_min_p, top_k, params.top_p if params.top_p < 1 else _NO_TOP_P))
+            if group != _NONE:
+                self._users.add(row)
+                self.top_k[row] = limits[1] if group == _TOP_K else self.vocab_size
+            if group != _NONE or before != _NONE:
+                self.limits.write(row, limits)
 
-    def _group_of(self, params: SamplingParams) -> int:
-        if params.is_greedy:
+    def _group_of(self, limits: tuple[float, ...]) -> int:
+        if limits == self._keep_all:
             return _NONE
-        if 0 < params.top_k < self.vocab_size:
+        if limits[1] < self.vocab_size:
             return _TOP_K
-        if params.top_p < 1:
-            return _ALL
-        return _BEST if params.min_p > 0 else _NONE
+        return _BEST if limits[1:] == self._keep_all[1:] else _ALL
 
     def flush(self, upload: Upload) -> None:
         self.limits.flush(upload)

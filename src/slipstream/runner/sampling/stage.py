@@ -74,7 +74,7 @@ class StageWork:
     mask: Callable[[DrawBatch], TokenMask] | None = None  # device: of one stage, `GrammarMask`
     penalty: Callable[[DrawBatch], Penalty] | None = None  # device: of one stage, `Penalties`
     temperatures: torch.Tensor | None = None  # [rows], of one stage: `Draw`
-    limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them; of one stage: `Truncate`
+    limits: torch.Tensor | None = None  # [rows, limits] as `find_floor` takes them; of one stage: `Truncate`
 
 
 class Stage(RowState):

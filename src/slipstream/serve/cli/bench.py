@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.base.errors import EngineDead, InvalidOption
 from slipstream.base.log import progress
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import BENCH, SamplingParams, names_for
 from slipstream.serve.bench import tables
 from slipstream.serve.bench.measure import SHAPES, Shape, Trial, Workload, best_of, measure
 from slipstream.serve.bench.tables import (
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
 
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KINDS = {
     "throughput": "all prompts at the same time (the default)",
     "latency": "Poisson arrivals, at --rate or at --load of the maximum throughput",
@@ -104,7 +103,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("--trace", metavar="FILE", help="write times of all steps to a file for ui.perfetto.dev")
     add_flags(command)
-    add_sampling_flags(command, max_tokens=None, names=SAMPLING)
+    add_sampling_flags(command, max_tokens=None, names=names_for(BENCH))
     add_engine_flags(command)
     command.set_defaults(run=run)
 

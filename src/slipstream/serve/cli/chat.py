@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from slipstream.base.errors import EngineDead, InvalidOption, InvalidPrompt, UserError
 from slipstream.serve.cli.failure import one_line
 from slipstream.serve.cli.flags import (
-    SAMPLING_HELP,
+    SAMPLING,
     add_engine_flags,
     add_sampling_flags,
     engine_options,
@@ -172,7 +172,7 @@ class Conversation:
         name, _, value = rest.partition(" ")
         name = name.lstrip("-").replace("-", "_")
         if not name:
-            for each in SAMPLING_HELP:
+            for each in SAMPLING:
                 print(f"{each:<24}{getattr(self.params, each)}")
             print(f"{'system':<24}{self.opening[0]['content'] if self.opening else ''}")
         elif name == "system":

@@ -19,7 +19,7 @@ from slipstream.base.errors import EngineClosed, EngineDead, InvalidOption, Slip
 from slipstream.base.log import FORMAT, set_up_log
 from slipstream.config.options import Options
 from slipstream.serve.cli.elsewhere import flag_hint
-from slipstream.serve.cli.flags import COMMON, LONG_GROUPS, SAMPLING_HELP
+from slipstream.serve.cli.flags import COMMON, LONG_GROUPS, SAMPLING
 from slipstream.serve.http.server.errors import Flags
 from slipstream.serve.http.server.settings import ServerSettings
 
@@ -166,4 +166,4 @@ def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return style == "json"
 
 
-in_flags = Flags((*Options.__struct_fields__, *ServerSettings.__struct_fields__, *SAMPLING_HELP))
+in_flags = Flags((*Options.__struct_fields__, *ServerSettings.__struct_fields__, *SAMPLING))

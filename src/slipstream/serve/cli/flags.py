@@ -22,27 +22,13 @@ from slipstream.base.errors import BadTokenizer, UserError
 from slipstream.checkpoint.locate import check_model, locate
 from slipstream.config.adapter_config import check_lora_modules
 from slipstream.config.options import Options, describe_type
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import FLAG, PARAMS, SamplingParams, names_for
 
 if TYPE_CHECKING:
     pass
 
 
-# SamplingParams fields that have a flag. `seed` is the engine's flag: it makes a whole run repeatable.
-SAMPLING_HELP = {
-    "temperature": "divides the logits; 0: greedy",
-    "top_p": "keep the smallest set of tokens whose probabilities sum to this",
-    "top_k": "keep this many most likely tokens; 0: all",
-    "min_p": "keep tokens with at least this fraction of the largest probability",
-    "repetition_penalty": "over 1 discourages tokens of prompt and output",
-    "presence_penalty": "subtracted once from the logit of every token in the output",
-    "frequency_penalty": "subtracted from a token's logit once per occurrence in the output",
-    "max_tokens": "maximum generated tokens",
-    "min_tokens": "minimum generated tokens",
-    "thinking_token_budget": "maximum reasoning tokens",
-    "stop": "a string that stops generation; repeatable",
-    "ignore_eos": "continue past the model's end token",
-}
+SAMPLING = names_for(FLAG)  # without `seed`, the engine's flag, which makes a whole run repeatable
 
 # Flags of the engine, the server and sampling that --help shows; `--help all` shows the others too.
 COMMON = frozenset((
@@ -93,14 +79,15 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser, *, max_tokens: int | None, names: Iterable[str] = tuple(SAMPLING_HELP)
+    parser: argparse.ArgumentParser, *, max_tokens: int | None, names: Iterable[str] = SAMPLING
 ) -> None:
     """Adds flags for these fields. Without `max_tokens` there is no default for it."""
     group = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
     hints = _sampling_types()
     for name in names:
-        text = SAMPLING_HELP[name]
+        text = PARAMS[name].help
         if name == "stop":
+            text = "a string that stops generation; repeatable"
             group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
         else:
             _add_flag(group, name, hints[name], text, max_tokens if name == "max_tokens" else None)
@@ -110,11 +97,9 @@ def add_sampling_flags(
 
 def read_sampling(name: str, text: str) -> Any:
     """The value of a sampling parameter from a text. Raises UserError."""
-    if name not in SAMPLING_HELP:
-        near = difflib.get_close_matches(name, SAMPLING_HELP, n=1)
-        raise UserError(
-            f"there is no parameter {name}; give {near[0] if near else 'one of ' + ', '.join(SAMPLING_HELP)}"
-        )
+    if name not in SAMPLING:
+        near = difflib.get_close_matches(name, SAMPLING, n=1)
+        raise UserError(f"there is no parameter {name}; give {near[0] if near else 'one of ' + ', '.join(SAMPLING)}")
     kind = _sampling_types()[name]
     if bool in alternatives(kind):
         kind = Literal["true", "false"]
@@ -133,7 +118,7 @@ def _sampling_types() -> dict[str, Any]:
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the sampling parameters that are given, which override the model's defaults."""
-    return _given(args, (*SAMPLING_HELP, "n"))
+    return _given(args, (*SAMPLING, "n"))
 
 
 def _add_flag(

@@ -13,8 +13,10 @@ from slipstream.base.typed import Fields, InnerFields, doc, unsupported, wanted
 from slipstream.front.pooling_calls import encode
 from slipstream.front.served import POOLING_TASKS, ServedModel
 from slipstream.params.pooling import PoolingParams
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import PARAMS, SamplingParams
+from slipstream.params.values import Integer
 from slipstream.serve.http.generation.dialect import chat_params, json_shape
+from slipstream.serve.http.generation.fields import params_base
 from slipstream.serve.http.generation.tools import ChatFormats
 from slipstream.serve.http.pooling.run import Chosen, arrays_of, run, size_of, usage_of
 from slipstream.serve.http.server.errors import bad_request
@@ -282,20 +284,14 @@ EMBED_ROUTES = [
 # Ollama's `options`, `format`, `think` and `keep_alive`, as parameters of the engine. No option is ignored.
 
 
-_NUMBER = wanted("a number")
 _AT_START = "it is set when the server starts"
 
 
-class OllamaOptions(InnerFields, kw_only=True):
-    temperature: float | None = None
-    top_k: Annotated[int | float | None, _NUMBER] = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Annotated[int | float | None, _NUMBER] = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repeat_penalty: float | None = None
+_NAMES = {row.ollama: name for name, row in PARAMS.items() if row.ollama}  # of parameters, by those in `options`
+_Params: Any = params_base(_NAMES, InnerFields, Annotated[int | float, wanted("a number")])
+
+
+class OllamaOptions(_Params, kw_only=True):  # type: ignore[misc, call-arg]
     num_predict: Annotated[int | None, wanted("a number of tokens")] = None
     num_ctx: Context | None = None
     typical_p: Annotated[Any, unsupported("use top_p or min_p", 1)] = None
@@ -335,13 +331,6 @@ class OllamaFields(Fields, kw_only=True):
     shift: Annotated[Any, unsupported("the context is not shifted; shorten the messages", False)] = None
 
 
-_NAMES = {  # of parameters, by those in `options`
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed", "stop": "stop",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}  # fmt: skip
-
-
 def num_ctx(options: OllamaOptions | EmbedOptions | None, most: int) -> int | None:
     """The limit of tokens that `num_ctx` sets; None if it is no less than `most`, the limit of the model."""
     wanted = None if options is None else options.num_ctx
@@ -353,11 +342,11 @@ def ollama_params(request: Request, served: ServedModel, body: OllamaFields) -> 
     check_keep_alive(body.keep_alive)
     options = body.options or OllamaOptions()
     values = {ours: getattr(options, name) for name, ours in _NAMES.items()}
-    for name in ("top_k", "seed"):
-        if (value := values[name]) is not None and value == int(value):
+    for name, value in values.items():
+        if isinstance(value, float) and value.is_integer() and isinstance(PARAMS[name].check, Integer):
             values[name] = int(value)
-    if isinstance(options.stop, str):
-        values["stop"] = [options.stop]
+    if isinstance(values["stop"], str):
+        values["stop"] = [values["stop"]]
     if body.format not in (None, ""):
         values["response_format"] = json_shape(body.format if isinstance(body.format, dict) else None)
     limit = options.num_predict

@@ -6,15 +6,15 @@ refused unless its value asks for nothing (`unsupported`). Any other field is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from slipstream.base.typed import Fields, InnerFields, doc, unsupported, unsupported_fields, wanted
 from slipstream.engine.model_description import ModelDescription
 from slipstream.front.inputs import InputProcessor
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import FIELD, PARAMS, SamplingParams, names_for
 from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.settings import ServerSettings
@@ -61,45 +61,51 @@ class StructuralTag(InnerFields, tag="structural_tag"):
 ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | StructuralTag
 
 
-class GenerationFields(Fields, kw_only=True):
-    """Fields that are null or absent have the defaults of the model's generation_config.json."""
+def params_base(names: Mapping[str, str], base: type[Fields], whole: Any = int) -> Any:
+    """A type with fields for these parameters, by their names in an API. `whole`: the type of whole numbers."""
+    hints, fields = get_type_hints(SamplingParams), []
+    for field, name in names.items():
+        kinds: list[Any] = []
+        for kind in get_args(hints[name]) or (hints[name],):
+            inner = get_args(kind)
+            if get_origin(kind) is Sequence:
+                kind = list[inner[0]]  # type: ignore[valid-type]
+            elif get_origin(kind) is Mapping:  # the names of an object are strings
+                kind = dict[str, inner[1]]  # type: ignore[valid-type]
+            kinds.append(whole if kind is int else kind)
+        fields.append((field, Annotated[Union[*kinds, None], doc(PARAMS[name].help)], None))
+    return msgspec.defstruct("Params", fields, bases=(base,), kw_only=True)
+
+
+if TYPE_CHECKING:
+
+    class _Params(Fields, kw_only=True):  # those that routes read
+        n: int | None = None
+        temperature: float | None = None
+        max_tokens: int | None = None
+        ignore_eos: bool | None = None
+        include_stop_str_in_output: bool | None = None
+        priority: int | None = None
+        cache_salt: str | None = None
+        prompt_logprobs: int | None = None
+        stop_token_ids: list[int] | None = None
+        truncate_prompt_tokens: int | None = None
+        skip_special_tokens: bool | None = None
+        spaces_between_special_tokens: bool | None = None
+else:
+    _Params = params_base({name: name for name in names_for(FIELD)}, Fields)
+
+
+class GenerationFields(_Params, kw_only=True):
+    """Fields that are null or absent have the defaults of the model's generation_config.json. Those of `_Params` are
+    the parameters of the same names."""
 
     model: Annotated[str | None, doc("a name from /v1/models; default: the first model that generates")] = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    priority: Annotated[int | None, doc("lower values are scheduled first")] = None
-    cache_salt: Annotated[str | None, doc("prompts share cached prefixes only with the same salt")] = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: Annotated[bool | None, doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, doc("return the ids of prompt and output too")] = None
-
-    thinking_token_budget: Annotated[
-        int | None, doc("maximum number of reasoning tokens; then the marker that ends reasoning is written")
-    ] = None
     vllm_xargs: Annotated[
         dict[str, Any] | None, doc("arguments for the logits processors that the server was started with")
     ] = None

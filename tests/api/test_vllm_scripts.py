@@ -150,6 +150,22 @@ def test_an_engine_one_step_at_a_time(llm):
     assert engine.model_config.max_model_len == 64 and engine.model_config.get_vocab_size() > 0
 
 
+def test_added_requests_may_have_the_ids_of_a_call(llm):
+    engine = llm.llm_engine
+    (wanted,) = llm.generate("Hello", TEN)
+    names = [str(int(wanted.request_id) + place) for place in range(1, 6)]
+    for name in names:
+        engine.add_request(name, "Hello", TEN)
+    (found,) = llm.generate("Hello", TEN)
+    last = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+    assert set(last) == set(names)
+    assert {tuple(each.outputs[0].token_ids) for each in [found, *last.values()]} == {
+        tuple(wanted.outputs[0].token_ids)
+    }
+
+
 def test_running_requests_are_computed_again(llm):
     (whole,) = llm.generate("Hello again", TEN)
     engine = llm.llm_engine

@@ -65,6 +65,30 @@ def test_the_end_of_a_stream_leaves_a_newer_request_with_the_same_id_alone(folde
     at_desk(folder, scenario)
 
 
+@pytest.mark.parametrize("how", ["abort", "leave"])
+def test_late_outputs_of_a_request_do_not_reach_a_newer_one_of_the_same_name(folder, how):
+    """The core had sent them before it read the abort."""
+
+    async def scenario(engine, core):
+        older = engine.generate("a", PARAMS, "x")
+        first = asyncio.create_task(anext(older))
+        await core.until(lambda: core.submits)
+        core.token(core.submits[0], 65)
+        await first
+        if how == "abort":
+            await engine.abort("x")
+        await older.aclose()
+        newer = asyncio.create_task(last(engine.generate("b", PARAMS, "x")))
+        await core.until(lambda: len(core.submits) == 2)
+        core.token(core.submits[0], 66, end=FinishReason.STOP)
+        core.token(core.submits[1], 67, end=FinishReason.STOP)
+        result = await newer
+        assert (result.request_id, result.outputs[0].token_ids) == ("x", [67])
+        assert not engine._named
+
+    at_desk(folder, scenario)
+
+
 UNSENDABLE = {
     "a surrogate in the parameters": dict(sampling_params=PARAMS.with_changes(extra_args={"a": "\ud800"})),
     "a surrogate in a cache salt": dict(sampling_params=PARAMS, cache_salt="\udfff"),

@@ -198,9 +198,10 @@ class StepEngine(EngineMethods):
             raise InvalidParams("LLMEngine generates text; for pooling use LLM.encode", param="params")
         served = self._engine.model(None, "generate")
         prepared = served.inputs.prepare(
-            request_id, prompt, params, priority=priority or None, lora_request=lora_request
+            self._engine.new_id(request_id), prompt, params, priority=priority or None, lora_request=lora_request
         )
-        stream = self._inline().do(partial(self._engine.read, [prepared], served.description.name))
+        read = partial(self._engine.read, [prepared], served.description.name, name=request_id)
+        stream = self._inline().do(read)
         try:
             stream.mailbox.take()  # raises if the core has refused it
         except Exception:

@@ -164,16 +164,18 @@ class AsyncEngine(RequestRouter):
         `InputProcessor.prepare`."""
         self.check()
         served = self.model(model, "generate")
-        name = self.new_id() if request_id is None else request_id
-        check_text("request_id", name)
-        if name in self._preparing or name in self._requests:
+        if request_id is not None:
+            check_text("request_id", request_id)
+        own = self.new_id(request_id)
+        name = own if request_id is None else request_id
+        if name in self._preparing or name in self._named:
             raise in_use(name)
         self._preparing[name] = False
         try:
-            prepared = await off_loop(size_of(prompt), partial(served.inputs.prepare, name, prompt, params, **how))
+            prepared = await off_loop(size_of(prompt), partial(served.inputs.prepare, own, prompt, params, **how))
         finally:
             aborted = self._preparing.pop(name)
-        with self.read([prepared], served.description.name, aborted=aborted, caller=caller) as stream:
+        with self.read([prepared], served.description.name, aborted=aborted, caller=caller, name=request_id) as stream:
             yield stream
 
     # Pooling: a list of results each. `how`: see docs/pooling.md

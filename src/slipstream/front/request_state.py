@@ -52,7 +52,7 @@ class RequestState:
     refused: UserError | None = None  # the core found a parameter wrong after the request was submitted
 
     def __init__(self, message: Submit, prompt: str | None, *, streaming: bool) -> None:
-        self.id = message.request_id
+        self.id = self.name = message.request_id  # `name`: of the results; the id unless the caller chose it
         self.message = message
         self.streaming = streaming
         self.queued = True  # until the first output
@@ -200,7 +200,7 @@ class GenerationRequestState(RequestState):
         metrics.queued_ts, metrics.scheduled_ts = self.submitted, self.begun
         metrics.num_generation_tokens = self.num_tokens
         return RequestOutput(
-            request_id=self.id,
+            request_id=self.name,
             prompt=self.prompt,
             prompt_token_ids=self.message.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
@@ -256,6 +256,7 @@ def open_state(message: Submit, prompt: str | None, stream: RequestStream[Any]) 
     else:
         state = GenerationRequestState(message, prompt, served.tokenizer, streaming=stream.streaming)
     state.mailbox, state.submitted = stream.mailbox, stream.begun
+    state.name = state.id if stream.name is None else stream.name
     return state
 
 
@@ -347,14 +348,23 @@ class RequestStream(Generic[State]):
     """
 
     def __init__(
-        self, router: Sender, served: ServedModel, mailbox: Mailbox, *, streaming: bool, caller: str = ""
+        self,
+        router: Sender,
+        served: ServedModel,
+        mailbox: Mailbox,
+        *,
+        streaming: bool,
+        caller: str = "",
+        name: str | None = None,
     ) -> None:
-        """Without `streaming`, the mailbox names finished requests only. `caller`: see `Submit`."""
+        """Without `streaming`, the mailbox names finished requests only. `caller`: see `Submit`; `name`: what the
+        results of its one request have as their id."""
         self._router = router
         self.served = served
         self.mailbox = mailbox
         self.streaming = streaming
         self.caller = caller
+        self.name = name
         self.is_plain = False  # whether its messages are sent as they are
         self.begun = time.monotonic()
         self.states: list[State] = []

@@ -68,6 +68,7 @@ class RequestRouter(CoreState):
         self._queue_waiters: list[asyncio.Future[None]] = []  # for a request to leave the queue
         self._end_waiters: list[asyncio.Future[None]] = []  # for all requests to end
         self._requests: dict[str, RequestState] = {}  # by request id: requests that have not ended
+        self._named: dict[str, str] = {}  # by the name that a caller chose: the ids of these requests
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
         self._calls: dict[str, Mailbox] = {}  # by id: calls to the core that wait for a reply
         self._request_numbers = itertools.count()
@@ -92,11 +93,12 @@ class RequestRouter(CoreState):
         streaming: bool = True,
         aborted: bool = False,
         caller: str = "",
+        name: str | None = None,
     ) -> RequestStream[Any]:
         """Sends prompts, all or none, and returns the stream of their outputs.
 
         Without `streaming`, the stream has finished requests only. With `aborted` nothing is sent, and the requests
-        finish as aborted. `caller`: see `Submit`.
+        finish as aborted. `caller`: see `Submit`. `name`: of a single prompt, for its results and `abort`.
         """
         self.check()
         check_text("caller", caller)
@@ -108,7 +110,11 @@ class RequestRouter(CoreState):
                 f"{len(submits)} prompts have {count} samples, and the queue holds {limit}; send fewer at once, "
                 "lower n, or raise max_waiting"
             )
-        stream: RequestStream[Any] = RequestStream(self, served, self._mailbox(), streaming=streaming, caller=caller)
+        if name is not None and name in self._named:
+            raise in_use(name)
+        stream: RequestStream[Any] = RequestStream(
+            self, served, self._mailbox(), streaming=streaming, caller=caller, name=name
+        )
         stream.is_plain = (
             served.lora is None
             and len(self.models) < 2
@@ -159,6 +165,8 @@ class RequestRouter(CoreState):
         if not stream.is_plain:
             message = self._addressed(message, stream)
         state = self._requests[name] = open_state(message, text, stream)
+        if stream.name is not None:
+            self._named[stream.name] = name
         stream.states.append(state)
         if self.counts:
             if (stats := self.stats.get(stream.served.base_name)) is None:
@@ -218,6 +226,7 @@ class RequestRouter(CoreState):
         if request_id in self._preparing:
             self._preparing[request_id] = True
             return
+        request_id = self._named.get(request_id, request_id)
         state = self._requests.get(request_id)
         self.client.send(Abort(request_id))
         if state is not None:
@@ -347,8 +356,11 @@ class RequestRouter(CoreState):
         wake(self._queue_waiters)
         wake(self._end_waiters)
 
-    def new_id(self) -> str:
-        return f"{self.id_prefix}{next(self._request_numbers)}"
+    def new_id(self, name: str | None = None) -> str:
+        """A request id that is never used again: outputs of a request that was aborted may still come. `name`: what the
+        caller calls the request."""
+        new = f"{self.id_prefix}{next(self._request_numbers)}"
+        return new if name is None else f"{name}-{new}"
 
     def _start(self, state: RequestState) -> None:
         state.queued = False
@@ -360,6 +372,8 @@ class RequestRouter(CoreState):
     def _close(self, state: RequestState) -> None:
         if self._requests.get(state.id) is state:  # its id may be that of a newer request
             del self._requests[state.id]
+            if state.name != state.id:
+                del self._named[state.name]
             if self._end_waiters and not self._requests:
                 wake(self._end_waiters)
             if self.counts:

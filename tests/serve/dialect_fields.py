@@ -66,6 +66,13 @@ DIALECTS["/v1/messages", "output_config"] = ({"format": {"type": "json_schema", 
 DIALECTS["/v1/messages", "stop_sequences"] = (["z"], {}, ())
 DIALECTS["/v1/messages", "max_tokens"] = (3, {}, ())
 
+DIALECTS |= {
+    ("/v1/decisions", "input"): ("other", {}, ()),
+    ("/v1/decisions", "questions"): ([{"type": "predicate", "instructions": "Is it true?"}], {}, ()),
+    ("/v1/decisions", "model"): ("pool", {}, ()),
+    ("/v1/decisions", "priority"): (3, {}, ()),
+    ("/v1/decisions", "cache_salt"): ("s", {}, ()),
+}
 EFFORT = {"effort": "high"}
 DIALECTS |= {
     ("/v1/responses", "input"): ("other", {}, ()),

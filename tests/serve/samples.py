@@ -29,6 +29,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hello"},
     "/v1/batches": {"input_file_id": "file-sample", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/responses": {"input": "hello", "max_output_tokens": 4},
+    "/v1/decisions": {"input": "hello", "questions": [{"type": "predicate", "instructions": "Is it a greeting?"}]},
     "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 4},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": MESSAGES},
     "/api/chat": {"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 4}},

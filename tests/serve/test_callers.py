@@ -129,7 +129,9 @@ def salts_by_key(folder, path, body, cache_salt=None, **settings):
     """The cache salts of two requests of the first key and one of the second."""
 
     async def main():
-        engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
+        engine, core = await ScriptedCore.open(
+            facts(folder, max_model_len=128), facts(folder, "pool", pooling=EVERY_TASK)
+        )
         door = Door(App(State(ServerSettings(api_key=KEYS, **settings), engine), all_routes()), core)
         salts = []
         for key in (KEYS[0], KEYS[0], KEYS[1]):

@@ -197,7 +197,7 @@ def door(runner, tmp_path_factory):
 
     async def open_door():
         engine, core = await ScriptedCore.open(
-            facts(folder),
+            facts(folder, max_model_len=128),
             facts(folder, "pool", pooling=POOL),
             facts(folder, "vectors", pooling=VECTORS),
             facts(folder, "ends", eos_token_ids=(0,)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 
 from slipstream.api.engine_methods import EngineMethods, StepEngine
 from slipstream.api.vllm import NOT_SUPPORTED, check_unused
-from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt
+from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt, SlipstreamError
 from slipstream.base.log import progress
 from slipstream.base.processes import frozen_gc
 from slipstream.config.config import EngineConfig
@@ -30,6 +30,7 @@ from slipstream.front.beam_search import (
     Entries,
     search_to_the_end,
 )
+from slipstream.front.decisions import Answer, Decisions, Question, read_questions
 from slipstream.front.in_process import build_served, configs
 from slipstream.front.inputs import InputProcessor, Message, PreparedPrompt, Prompt
 from slipstream.front.loop_thread import LoopThread
@@ -242,6 +243,35 @@ class LLM(EngineMethods):
         return self._run(
             served, texts, sampling_params, use_tqdm, None, None, lora_request, on_result, add_special_tokens=False
         )
+
+    def decide(
+        self,
+        input: str | Sequence[Message],
+        questions: Sequence[Question | Mapping[str, Any]],
+        use_tqdm: bool = False,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+        model: str | None = None,
+    ) -> list[Answer]:
+        """Answers questions about one input, a text or messages, without generating text: each answer has the
+        probabilities of its options.
+
+        A question is a dictionary as of /v1/decisions, or a `PredicateQuestion`, `ChoiceQuestion` or `ScoreQuestion` of
+        `slipstream.front.decisions`. With prefix caching the input is computed once.
+        """
+        served = self._model(model, "generate")
+        decisions = Decisions(served.inputs, input, read_questions(questions))
+        results = self._run(
+            served, decisions.prompts, decisions.params(), use_tqdm, priority, cache_salt, lora_request, None,
+            add_special_tokens=False,
+        )  # fmt: skip
+        drawn = [result.outputs[0] for result in results]
+        for number, each in enumerate(drawn, 1):
+            if each.finish_reason == "error":
+                raise SlipstreamError(f"question {number} of {len(drawn)}: {each.stop_reason}")
+        return decisions.answers([each.logprobs[0] for each in drawn if each.logprobs is not None])
 
     def beam_search(
         self,

@@ -20,7 +20,7 @@ from slipstream.front.param_checks import ParamChecks, embedded_submit, has_embe
 from slipstream.params.lora import LoRARequest
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.thinking import Thinking
-from slipstream.parsers.families import NO_PARSER, detect_reasoning, reasoning_format
+from slipstream.parsers.families import reasoning_of
 from slipstream.parsers.output_parser import HarmonyFormat, ReasoningFormat
 from slipstream.text.chat_template import load_chat_template, render_chat
 from slipstream.text.control_tokens import ControlTokens
@@ -221,7 +221,6 @@ class InputProcessor:
         template = tokenizer.chat_template(with_tools=bool(tools))
         if chat_template is not None:
             template = load_chat_template(chat_template)
-        allowed = self.description.allow_control_tokens if allow_control_tokens is None else allow_control_tokens
         return render_chat(
             template,
             messages,
@@ -229,15 +228,23 @@ class InputProcessor:
             continue_final_message=continue_final_message,
             tools=tools,
             special_tokens=tokenizer.special_tokens,
-            controls=None if allowed or template is None else self._controls(tokenizer, template),
+            controls=self._controls(template, allow_control_tokens),
             **(chat_template_kwargs or {}),
         )
 
-    def _controls(self, tokenizer: Tokenizer, template: str) -> ControlTokens:
-        """Cached by template, of which a model has one or two."""
+    def before_reply(self, text: str, reply: str) -> str:
+        """A text of a request, and behind it what the chat template wrote."""
+        controls = self._controls(self._need_tokenizer().chat_template(), None)
+        return text + reply if controls is None else controls.unmask(controls.mask(text) + reply)
+
+    def _controls(self, template: str | None, allowed: bool | None) -> ControlTokens | None:
+        """None if text of a request may spell control tokens; `allowed`: None uses the engine's option. Cached by
+        template, of which a model has one or two."""
+        if template is None or (self.description.allow_control_tokens if allowed is None else allowed):
+            return None
         controls = self._controls_of.get(template)
         if controls is None:
-            controls = self._controls_of[template] = ControlTokens(tokenizer, template)
+            controls = self._controls_of[template] = ControlTokens(self._need_tokenizer(), template)
         return controls
 
     def _check_generates(self) -> None:
@@ -318,8 +325,7 @@ class ThinkingMarkers:
     def __init__(self, tokenizer: Tokenizer, config: ReasoningConfig | None, parser: str | None = None) -> None:
         """`parser`: the name of a reasoning parser; None: by the chat template."""
         self._tokenizer = tokenizer
-        name = parser or detect_reasoning(tokenizer.chat_template())
-        known = None if name in (None, NO_PARSER) else reasoning_format(name)
+        known = reasoning_of(tokenizer.chat_template(), parser)
         self._format = _HARMONY if isinstance(known, HarmonyFormat) else known
         forced = None if config is None else config.end
         if config is not None:

@@ -125,6 +125,13 @@ def reasoning_format(name: str) -> ReasoningFormat | HarmonyFormat:
     return _named(name, REASONING_FORMATS, "reasoning_parser")
 
 
+def reasoning_of(template: str | None, name: str | None) -> ReasoningFormat | HarmonyFormat | None:
+    """The format of this name, or without one that of the template. None: the model does not reason, or it is not
+    known how."""
+    name = detect_reasoning(template) if name is None else name
+    return None if name in (None, NO_PARSER) else reasoning_format(name)
+
+
 def check_parsers(reasoning: str | None, tools: str | None) -> None:
     """Raises for a name that is not known. None: by the template."""
     if reasoning not in (None, NO_PARSER):

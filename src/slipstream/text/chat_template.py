@@ -96,6 +96,12 @@ def reads_variable(template: str, name: str) -> bool:
     return name in _summary_of(template)["variables"]
 
 
+def reasoning_switch(template: str | None) -> str | None:
+    """The variable of a template that switches reasoning on or off."""
+    names = ("enable_thinking", "thinking")
+    return None if template is None else next((name for name in names if reads_variable(template, name)), None)
+
+
 def load_chat_template(given: str) -> str:
     """Returns the template of the option `chat_template`, which is a template or the path of a file."""
     template = given

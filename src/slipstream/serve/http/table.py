@@ -18,6 +18,7 @@ from slipstream.serve.http.dialects.batches import ROUTES as BATCH_ROUTES
 from slipstream.serve.http.dialects.cohere import COHERE_EMBED_ROUTES as COHERE_EMBED_ROUTES
 from slipstream.serve.http.dialects.cohere import ROUTES as COHERE_ROUTES
 from slipstream.serve.http.dialects.completions import ROUTES as COMPLETION_ROUTES
+from slipstream.serve.http.dialects.decisions import ROUTES as DECISION_ROUTES
 from slipstream.serve.http.dialects.ollama import ROUTES as OLLAMA_ROUTES
 from slipstream.serve.http.dialects.ollama_models import EMBED_ROUTES as OLLAMA_EMBED_ROUTES
 from slipstream.serve.http.dialects.ollama_models import ROUTES as OLLAMA_MODEL_ROUTES
@@ -34,6 +35,7 @@ LISTS = (
     COMPLETION_ROUTES,
     CHAT_ROUTES,
     RESPONSES_ROUTES,
+    DECISION_ROUTES,
     EMBEDDING_ROUTES,
     POOLING_ROUTES,
     SCORE_ROUTES,

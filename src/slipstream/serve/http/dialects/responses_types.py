@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from slipstream.base.typed import Fields, InnerFields, doc, unsupported, untagged, wanted
+from slipstream.front.decisions import json_text
 from slipstream.front.served import ServedModel
 from slipstream.serve.http.generation.dialect import assistant_message
 from slipstream.serve.http.generation.fields import Label, NoFields, ObjectFormat, TextFormat
@@ -40,6 +41,14 @@ class Refusal(_ContentPart, kw_only=True, tag="refusal"):
     refusal: str
 
 
+class InputJson(_ContentPart, kw_only=True, tag="input_json"):
+    data: dict[str, Any] | list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        return json_text(self.data)
+
+
 class ReasoningText(_ContentPart, kw_only=True, tag="reasoning_text"):
     text: str
 
@@ -48,7 +57,7 @@ class SummaryText(_ContentPart, kw_only=True, tag="summary_text"):
     text: str
 
 
-InputContent = str | list[InputText | OutputText | PlainText | Refusal]
+InputContent = str | list[InputText | OutputText | PlainText | Refusal | InputJson]
 
 
 class _InputItem(InnerFields, kw_only=True, rename={"async_": "async"}):

@@ -14,15 +14,20 @@ from typing import Any
 from slipstream.contracts.messages import Output
 from slipstream.contracts.request import FinishReason
 from slipstream.front.beam_search import BeamSearch, BeamSearchParams, BeamStep, Entries, search_to_the_end
-from slipstream.front.request_state import GenerationRequestState
 from slipstream.front.sample_state import SampleState
 from slipstream.front.served import ServedModel
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.structured import StructuredOutputsParams
 from slipstream.serve.http.generation import fields
 from slipstream.serve.http.generation.fields import GenerationFields, given_fields
-from slipstream.serve.http.generation.generation import PromptTokensDetails, Usage, check_end, start, submits_for
-from slipstream.serve.http.server.errors import aborted, bad_request
+from slipstream.serve.http.generation.generation import (
+    PromptTokensDetails,
+    Usage,
+    first_logprobs,
+    start,
+    submits_for,
+)
+from slipstream.serve.http.server.errors import bad_request
 from slipstream.serve.http.server.request import Request
 
 _FIELDS = {
@@ -78,7 +83,7 @@ async def search_beams(
     async def generate(beams: Sequence[list[int]], each: Sequence[SamplingParams]) -> list[Entries]:
         prepare = partial(submits_for, request, name, beams, each, add_special_tokens=False)
         with await start(request, name, len(beams), 0, prepare, stream=False, limit=None) as stream:
-            return [_entries(request, state) for state in await stream.wait()]
+            return [first_logprobs(request, state) for state in await stream.wait()]
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     prepare = partial(submits_for, request, name, prompts, step, add_special_tokens=special)
@@ -97,15 +102,6 @@ async def search_beams(
 
     await search_to_the_end(searches, step, grammar, generate, run=run)
     return searches
-
-
-def _entries(request: Request, state: GenerationRequestState) -> Entries:
-    check_end(request, state)
-    entries = state.samples[0].logprobs
-    assert entries is not None, "the step asks for logprobs"
-    if not entries:
-        raise aborted()
-    return entries[0]
 
 
 def beam_samples(search: BeamSearch, text: SamplingParams, served: ServedModel) -> list[SampleState]:

@@ -13,7 +13,7 @@ from slipstream.params.values import is_deep_json
 from slipstream.serve.http.generation.fields import NamedSchema, ObjectFormat, SchemaFormat, sampling_params
 from slipstream.serve.http.server.errors import HTTPException, bad_request
 from slipstream.serve.http.server.request import Request
-from slipstream.text.chat_template import reads_variable
+from slipstream.text.chat_template import reads_variable, reasoning_switch
 
 Call = tuple[str, str, str]
 """The id, the name and the arguments (JSON) of a call."""
@@ -64,8 +64,7 @@ def think_variables(served: ServedModel, think: bool | str | None, field: str) -
     Switching off what the template does not have asks for nothing.
     """
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
-    names = ("enable_thinking", "thinking")
-    if think is False and not (template is not None and any(reads_variable(template, name) for name in names)):
+    if think is False and reasoning_switch(template) is None:
         return {}
     try:
         if isinstance(think, str):
@@ -109,14 +108,13 @@ def check_own_fields(message: Any, path: str, owners: Mapping[str, str]) -> None
 
 # Turns the fields that control reasoning into variables of the model's chat template.
 
-_SWITCHES = ("enable_thinking", "thinking")  # names of the switch in templates
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def thinking_variables(served: ServedModel, enable_thinking: bool | None, effort: str | None) -> dict[str, Any]:
     """The variables of the template for these fields. Raises for a field that the template does not read."""
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
-    switch = next((name for name in _SWITCHES if template is not None and reads_variable(template, name)), None)
+    switch = reasoning_switch(template)
     variables: dict[str, Any] = {}
     if effort is not None:
         if effort not in _EFFORTS:

@@ -13,7 +13,7 @@ from slipstream.front.prompts import GenerationPrompts
 from slipstream.front.request_state import GenerationRequestState, RequestStream
 from slipstream.front.results import Logprob, own_logprobs, read_once
 from slipstream.params.sampling import SamplingParams
-from slipstream.serve.http.server.errors import HTTPException, bad_request
+from slipstream.serve.http.server.errors import HTTPException, aborted, bad_request
 from slipstream.serve.http.server.request import Request
 from slipstream.serve.http.server.response import JsonList
 from slipstream.text.tokenizer import Tokenizer
@@ -157,6 +157,16 @@ def check_end(request: Request, request_state: GenerationRequestState) -> None:
                     str(sample.stop_reason), param=request.field_names.get(narrowed, narrowed), code="no_token_possible"
                 )
             raise HTTPException(500, str(sample.stop_reason), code="generation_failed")
+
+
+def first_logprobs(request: Request, state: GenerationRequestState) -> Entry:
+    """The logprobs of the first token of a request that asks for some. Raises if it failed."""
+    check_end(request, state)
+    entries = state.samples[0].logprobs
+    assert entries is not None, "the request asks for logprobs"
+    if not entries:
+        raise aborted()
+    return entries[0]
 
 
 class PromptTokensDetails(msgspec.Struct):

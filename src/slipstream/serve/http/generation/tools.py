@@ -13,7 +13,7 @@ from slipstream.base.errors import InvalidParams
 from slipstream.base.typed import InnerFields, untagged, wanted
 from slipstream.front.served import ServedModel
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.parsers.families import NO_PARSER, detect_reasoning, detect_tools, reasoning_format, tool_call_format
+from slipstream.parsers.families import NO_PARSER, detect_tools, reasoning_of, tool_call_format
 from slipstream.parsers.output_parser import Functions, HarmonyFormat, ReasoningFormat, ToolCallFormat
 from slipstream.serve.http.generation.fields import NoFields
 from slipstream.serve.http.server.errors import as_type, bad_request
@@ -200,9 +200,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
 @lru_cache(maxsize=64)
 def _formats(templates: tuple[str | None, str | None], tools: str | None, reasoning: str | None) -> ChatFormats:
     tools = (detect_tools(templates[0]) or GENERIC) if tools is None else tools
-    reasoning = detect_reasoning(templates[1]) if reasoning is None else reasoning
     return ChatFormats(
-        None if reasoning in (None, NO_PARSER) else reasoning_format(reasoning),
+        reasoning_of(templates[1], reasoning),
         None if tools in (None, NO_PARSER) else tool_call_format(tools),
         has_short_ids=tools == "mistral",
     )

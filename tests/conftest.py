@@ -21,6 +21,7 @@ from repeats import mark_repeats
 from slipstream.base.errors import ModelNotFound
 from slipstream.base.log import FORMAT, LEVEL
 from slipstream.checkpoint.locate import LocatedModel, locate
+from slipstream.device import device
 
 # Neither the time of an example nor that of drawing some examples is a result: both are the machine's.
 hypothesis.settings.register_profile(
@@ -33,6 +34,10 @@ gc.disable()
 
 # Tests run on the CPU even if there is a GPU, also in child processes; tests marked `cuda` name their device.
 os.environ["SLIPSTREAM_DEVICE"] = "cpu"
+
+# An engine takes one thread if a test names no number: those of several workers would wait for each other's cores, and
+# wait in loops.
+device.num_cores = lambda: 1
 
 # The exit status of a child is lost if SIGCHLD is ignored, and a process inherits that setting.
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

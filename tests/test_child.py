@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from child import child_env, is_alive
+from syntax import nodes_of
 
 
 def test_a_child_imports_from_where_we_do_and_keeps_our_environment(tmp_path, monkeypatch):
@@ -45,7 +46,7 @@ MAKERS = ("run", "Popen", "check_call", "check_output", "call")
 def bare_children(source: str) -> list[int]:
     """Lines that start Python without `child_env`."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         match node:
             case ast.Dict(keys=keys) if any(
                 isinstance(key, ast.Constant) and key.value == "PYTHONPATH" for key in keys

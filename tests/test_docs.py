@@ -15,6 +15,7 @@ import pytest
 from slipstream.config.options import Options
 from slipstream.parsers.families import NO_PARSER, REASONING_FORMATS, TOOL_CALL_FORMATS
 from slipstream.serve.http.server.settings import ServerSettings
+from syntax import nodes_of, walk
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -127,7 +128,7 @@ class Definitions:
         self._members: dict[str, set[str]] = defaultdict(set)
         self._bases: dict[str, set[str]] = defaultdict(set)
         for source in sources:
-            for node in ast.walk(ast.parse(source)):
+            for node in nodes_of(source):
                 if isinstance(node, ast.ClassDef):
                     self._add_class(node)
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -140,7 +141,7 @@ class Definitions:
     def _add_class(self, node: ast.ClassDef) -> None:
         members = self._members[node.name]
         self._bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-        for child in ast.walk(node):
+        for child in walk(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 members.add(child.name)
             elif isinstance(child, ast.Name | ast.Attribute) and isinstance(child.ctx, ast.Store):

@@ -11,6 +11,7 @@ import pytest
 from child import child_env
 from import_graph import import_cycles, import_graph
 from slipstream.serve.cli.commands import MODULES
+from syntax import parse
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -144,7 +145,7 @@ def hidden_names(src: Path) -> list[str]:
     found = []
     for init in sorted(src.rglob("__init__.py")):
         modules = {path.stem for path in init.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
-        for node in ast.parse(init.read_text(encoding="utf-8")).body:
+        for node in parse(init.read_text(encoding="utf-8")).body:
             match node:
                 case ast.Assign(targets=targets):
                     names = [target.id for target in targets if isinstance(target, ast.Name)]

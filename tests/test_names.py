@@ -5,9 +5,12 @@ import io
 import re
 import tokenize
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from syntax import nodes_of, parse
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "slipstream"
@@ -22,7 +25,7 @@ def public_classes(src: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for file in sorted(src.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        for node in ast.parse(text).body if "class " in text else ():
+        for node in parse(text).body if "class " in text else ():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(str(file.relative_to(src)))
     return found
@@ -164,6 +167,7 @@ def ambiguous_names(src: Path) -> list[str]:
     return sorted(found)
 
 
+@cache
 def _words_of(name: str) -> set[str]:
     """In lower case, also of CamelCase."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
@@ -202,7 +206,7 @@ def clause_docstrings(src: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         if not QUOTED_CLAUSE.search(text):
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if NOUN_CLAUSE.match(text):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from nets.tensor_looks import looks_at
 from nets.tensor_names import FUNCTIONS, Names, is_kernel, tensor_fields
+from syntax import children, parse, walk
 
 FOLDERS = ("runner", "nn", "ops")
 ALLOWED_FILES = (
@@ -49,7 +50,7 @@ def find_in_tree(root: Path) -> list[Finding]:
         for folder in FOLDERS
         for path in sorted((root / folder).rglob("*.py"))
     }
-    fields = tensor_fields(ast.parse(source) for source in sources.values())
+    fields = tensor_fields(map(parse, sources.values()))
     findings: list[Finding] = []
     for name, source in sources.items():
         if not name.startswith(ALLOWED_FILES):
@@ -58,7 +59,7 @@ def find_in_tree(root: Path) -> list[Finding]:
 
 
 def find_in_source(source: str, path: str = "<snippet>", fields: frozenset[str] = frozenset()) -> list[Finding]:
-    tree = ast.parse(source)
+    tree = parse(source)
     names = Names(frozenset(), fields | tensor_fields([tree]), HOST_NAMES)
     return [Finding(path, line, what) for line, what in _walk(tree, names, allowed=False)]
 
@@ -81,9 +82,9 @@ def _walk(node: ast.AST, names: Names, *, allowed: bool) -> Iterator[tuple[int, 
         names = names.inside(node, names.host | _annotated_as_numpy(node))
     if not allowed:
         for what in _waits(node, names):
-            line = next(child.lineno for child in ast.walk(node) if hasattr(child, "lineno"))
+            line = next(child.lineno for child in walk(node) if hasattr(child, "lineno"))
             yield line, f"{what} makes the host wait; keep it on the device or say why in sync_allowed"
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if not _is_error(node, child):
             yield from _walk(child, names, allowed=allowed)
 
@@ -124,7 +125,7 @@ def _all_arguments(call: ast.Call) -> list[ast.expr]:
 
 def _annotated_as_numpy(function: ast.AST) -> frozenset[str]:
     names = set()
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.arg) and node.annotation is not None:
             name, annotation = node.arg, node.annotation
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

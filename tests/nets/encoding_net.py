@@ -6,12 +6,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from syntax import nodes_of
+
 TEXT_METHODS = {"read_text", "write_text"}
 PROCESS_WORDS = {"text", "universal_newlines"}
 
 
 def find_unnamed(source: str, path: str = "<snippet>") -> list[str]:
-    return [f"{path}:{line}: {what} without encoding=" for line, what in _walk(ast.parse(source))]
+    return [f"{path}:{line}: {what} without encoding=" for line, what in _walk(nodes_of(source))]
 
 
 def find_unnamed_in(root: Path) -> list[str]:
@@ -22,8 +24,8 @@ def find_unnamed_in(root: Path) -> list[str]:
     ]
 
 
-def _walk(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _walk(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Call) and not any(keyword.arg == "encoding" for keyword in node.keywords):
             if isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_METHODS:
                 yield node.lineno, f"{node.func.attr}()"

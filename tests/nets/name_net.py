@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from syntax import children, nodes_of, parse, walk
+
 SOURCE = Path(__file__).parents[2] / "src"
 IMPORTERS = ("import_module", "importorskip")  # their first argument is the name of a module
 
@@ -25,11 +27,11 @@ def find_unknown_in(*roots: Path) -> list[str]:
 
 
 def find_unknown(source: str, path: str = "<snippet>") -> list[str]:
-    nodes = list(ast.walk(ast.parse(source)))  # once: the walk takes most of the time
+    nodes = nodes_of(source)
     modules = dict(_bindings(nodes))
     for name in _bound_otherwise(nodes):  # a name that is also a variable may mean something else where it is used
         modules.pop(name, None)
-    absent = {node for block in nodes if _expects_absence(block) for node in ast.walk(block)}
+    absent = {node for block in nodes if _expects_absence(block) for node in walk(block)}
     looked_up = [node for node in nodes if node not in absent]
     uses = [*_uses(looked_up, modules), *_made_names(nodes)]
     return [f"{path}:{line}: there is no {name}" for line, name in uses if not _exists(name)]
@@ -50,7 +52,7 @@ def borrowed_helpers(tests: Path) -> list[str]:
     folders = {file.stem: file.parent for file in files if not file.name.startswith(("test_", "__", "conftest"))}
     found = []
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file.read_text(encoding="utf-8")):
             match node:
                 case ast.ImportFrom(module=str(module), level=0):
                     names = [module]
@@ -71,7 +73,7 @@ def _made_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
         match node:
             case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=items) | ast.List(elts=items)):
                 given = [each.value for each in items if isinstance(each, ast.Constant)]
-                lists |= {(inner, name): given for inner in ast.walk(node)}
+                lists |= {(inner, name): given for inner in walk(node)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             names = [""]
@@ -109,7 +111,7 @@ def _bound_otherwise(nodes: list[ast.AST]) -> Iterator[str]:
             case ast.Assign(targets=targets, value=value) if not _imported(value):
                 yield from (each.id for each in targets if isinstance(each, ast.Name))
             case ast.For(target=target) | ast.comprehension(target=target):
-                yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+                yield from (each.id for each in walk(target) if isinstance(each, ast.Name))
 
 
 def _uses(nodes: list[ast.AST], modules: dict[str, str]) -> Iterator[tuple[int, str]]:
@@ -184,14 +186,14 @@ def _defined(module: str) -> dict[str, bool]:
     """The names that a module defines or imports; whether each is, or may be, a module itself."""
     file = _file_of(module)
     assert file is not None
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parse(file.read_text(encoding="utf-8"))
     names: dict[str, bool] = {}
     for node in _module_level(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
                 names[name] = False
                 if name == "__getattr__":  # it makes names that the module lists as strings
-                    strings = (each.value for each in ast.walk(tree) if isinstance(each, ast.Constant))
+                    strings = (each.value for each in walk(tree) if isinstance(each, ast.Constant))
                     names |= {each: False for each in strings if isinstance(each, str)}
             case ast.Import(names=imported):
                 names |= {each.asname or each.name.split(".")[0]: True for each in imported}
@@ -204,7 +206,7 @@ def _defined(module: str) -> dict[str, bool]:
 
 def _module_level(node: ast.AST) -> Iterator[ast.AST]:
     """What runs when a module is imported: the bodies of if, try and with too, those of functions and classes not."""
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield from _module_level(child)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from syntax import walk
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # of a tensor, and not tensors themselves
 PLAIN_METHODS = frozenset({
@@ -41,7 +43,7 @@ def tensor_fields(trees: Iterable[ast.Module]) -> frozenset[str]:
     tensors: set[str] = set()
     others: set[str] = set()
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.ClassDef):
                 for line in node.body:
                     if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
@@ -59,17 +61,15 @@ class Names:
 
     def inside(self, function: ast.AST, host: frozenset[str]) -> Names:
         """Of a function within this one: its own, and those around it that it does not name itself."""
-        own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        own = {node.arg for node in walk(function) if isinstance(node, ast.arg)}
         found = Names(self.known - own, self.fields, host)
         found.known |= {
-            node.arg
-            for node in ast.walk(function)
-            if isinstance(node, ast.arg) and is_tensor_annotation(node.annotation)
+            node.arg for node in walk(function) if isinstance(node, ast.arg) and is_tensor_annotation(node.annotation)
         }
         size = -1
         while size != len(found.known):  # what is made of what was found
             size = len(found.known)
-            for node in ast.walk(function):
+            for node in walk(function):
                 found._learn(node)
         return found
 

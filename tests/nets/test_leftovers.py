@@ -15,6 +15,7 @@ from import_graph import import_graph, module_name
 from slipstream.config.options import Options
 from slipstream.serve.cli.commands import MODULES
 from slipstream.serve.http.server.settings import ServerSettings
+from syntax import children, nodes_of, parse, walk
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -73,13 +74,14 @@ class Module:
     """What the code of a module defines, uses of itself, and names of others."""
 
     def __init__(self, text: str) -> None:
-        self.tree = ast.parse(text)
+        self.tree = parse(text)
+        self.nodes = nodes_of(text)
         self.own: dict[str, set[str]] = {}  # names that a definition reads; under "" those of all other statements
         self.named: set[str] = set()  # imported names, attributes of imported modules, words of short strings
         self.read: set[str] = set()  # names of attributes, words of short strings
         self.read_outside: set[str] = set()  # those of `read`, without a method's own by itself
         self.stored: set[str] = set()  # attributes of `self` that are set
-        nodes = list(ast.walk(self.tree))
+        nodes = self.nodes
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         bound = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
         self.named.update(alias.name for node in imports for alias in node.names if isinstance(node, ast.ImportFrom))
@@ -109,7 +111,7 @@ class Module:
                 self.read_outside |= {name} - (functions if _name_of(owner) == "self" else set())
             case ast.Constant(value=value):
                 self.read_outside.update(_words(value))
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             self._read_outside(child, functions)
 
     def top_level(self) -> list[str]:
@@ -125,7 +127,7 @@ class Module:
         return [name for name in names if not name.startswith("__")]
 
     def classes(self) -> list[ast.ClassDef]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
 
 class Package:
@@ -181,7 +183,7 @@ class Package:
     def unused_defaults(self) -> dict[str, list[str]]:
         """Arguments with a default that no call passes, by function. A function that is also a value may be called
         with anything."""
-        nodes = [node for module in self.modules.values() for node in ast.walk(module.tree)]
+        nodes = [node for module in self.modules.values() for node in module.nodes]
         calls: dict[str, list[ast.Call]] = defaultdict(list)
         for node in nodes:
             if isinstance(node, ast.Call):
@@ -210,7 +212,7 @@ def _functions(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, Function]]:
     """Functions with the name of their class, or an empty one."""
     for node in nodes:
         kind = node.name if isinstance(node, ast.ClassDef) else ""
-        yield from ((kind, child) for child in ast.iter_child_nodes(node) if isinstance(child, Function))
+        yield from ((kind, child) for child in children(node) if isinstance(child, Function))
 
 
 def _with_default(function: Function, is_method: bool) -> list[tuple[str, int]]:
@@ -235,7 +237,7 @@ def _name_of(node: ast.AST) -> str:
 
 
 def _names_read(statement: ast.stmt) -> Iterator[str]:
-    for node in ast.walk(statement):
+    for node in walk(statement):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 yield name

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from syntax import nodes_of, parse, walk
+
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "multiprocessing"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
@@ -94,8 +96,7 @@ def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
 @cache
 def _findings(source: str) -> tuple[list[Finding], list[Owned], list[Owned], list[Owned]]:
     """What nothing excuses, patterns, reads, and what has no limit of depth."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))  # once: the walk takes most of the time
+    tree, nodes = parse(source), nodes_of(source)
     found = [*_walk(nodes), *(_children(nodes) if "sys.executable" in source else ())]
     patterns, reads, deep = (
         [(*each, _owner(tree, each[0])) for each in own] for own in (_patterns(nodes), _reads(nodes), _deep(tree))
@@ -197,15 +198,17 @@ def _deep(tree: ast.Module) -> Iterator[tuple[int, str]]:
             new = set().union(*(calls.get(each, ()) for each in new)) - reached
         if name in reached:
             yield node.lineno, f"{name}() calls itself, as often as a value is deep"
-        source = ast.unparse(node)
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Call) and _decodes(ast.unparse(inner.func)) and "is_deep_json(" not in source:
+        for inner in walk(node):
+            if isinstance(inner, ast.Call) and _decodes(inner.func) and "is_deep_json(" not in ast.unparse(node):
                 yield inner.lineno, f"{ast.unparse(inner.func)}() without is_deep_json()"
             if isinstance(inner, ast.Name) and inner.id == "RecursionError":
                 yield inner.lineno, "RecursionError depends on the stack: is_deep(), is_deep_json()"
 
 
-def _decodes(called: str) -> bool:
+def _decodes(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute):
+        return False
+    called = ast.unparse(function)
     return called in DECODERS or called.endswith(("json.decode", "json.format"))
 
 
@@ -217,7 +220,7 @@ def _functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast
             yield from _functions(node.body, f"{node.name}.")
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield owner + node.name, node
-            for inner in ast.walk(node):
+            for inner in walk(node):
                 target = inner.targets[0] if isinstance(inner, ast.Assign) else getattr(inner, "target", None)
                 if isinstance(target, ast.Attribute) and isinstance(getattr(inner, "value", None), ast.Dict):
                     yield owner + target.attr, inner
@@ -226,12 +229,12 @@ def _functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast
 def _called(node: ast.AST, owner: str) -> set[str]:
     """What a function calls, directly or by `map`; of a table, all that is in it."""
     found: list[ast.AST] = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
-    for inner in ast.walk(node):
+    for inner in walk(node):
         if isinstance(inner, ast.Call):
-            found += [inner.func, *(inner.args[:1] if ast.unparse(inner.func) == "map" else ())]
+            found += [inner.func, *(inner.args[:1] if _is_name(inner.func, "map") else ())]
     names: set[str] = set()
-    for inner in (each for part in found for each in ast.walk(part)):
-        if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) in ("self", "cls"):
+    for inner in (each for part in found for each in walk(part)):
+        if isinstance(inner, ast.Attribute) and _is_name(inner.value, "self", "cls"):
             names.add(f"{owner}.{inner.attr}")
         elif isinstance(inner, ast.Name):
             names.add(inner.id)
@@ -254,3 +257,7 @@ def _children(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
             is_safe = env in safe or env.startswith("child_environment(")
             if ast.unparse(node.func.value) == "subprocess" and not is_safe:
                 yield node.lineno, "starts Python, which may import from the current directory; env=child_environment()"
+
+
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from syntax import nodes_of
+
 
 def module_name(file: Path, src: Path) -> str:
     return ".".join(file.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
@@ -16,7 +18,7 @@ def import_graph(src: Path) -> dict[str, set[str]]:
 
 def _imports(file: Path, modules) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from slipstream.params.processors import BatchUpdate as BatchUpdate
     from slipstream.params.processors import LogitsProcessor as LogitsProcessor
     from slipstream.params.processors import MoveDirectionality as MoveDirectionality
+    from slipstream.params.sampling import RepetitionDetectionParams as RepetitionDetectionParams
     from slipstream.params.sampling import RequestOutputKind as RequestOutputKind
     from slipstream.params.sampling import SamplingParams as SamplingParams
     from slipstream.params.structured import StructuredOutputsParams as StructuredOutputsParams
@@ -83,6 +84,7 @@ _HOMES = {
     "PoolingRequestOutput": "slipstream.front.pooling_results",
     "PromptType": "slipstream.api.vllm",
     "RequestOutput": "slipstream.front.results",
+    "RepetitionDetectionParams": "slipstream.params.sampling",
     "RequestOutputKind": "slipstream.params.sampling",
     "LoRARequest": "slipstream.params.lora",
     "SamplingParams": "slipstream.params.sampling",
@@ -131,7 +133,10 @@ VLLM_MODULES = {
         "ScoringRequestOutput",
     ),
     "pooling_params": ("PoolingParams",),
-    "sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+    "sampling_params": (
+        "BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams",
+        "StructuredOutputsParams",
+    ),
     "sequence": ("Logprob",),
     "utils": ("FlexibleArgumentParser",),
     "utils.argparse_utils": ("FlexibleArgumentParser",),

@@ -88,7 +88,7 @@ def test_names_that_vllms_modules_do_not_have_here():
     with pytest.raises(ImportError, match="use StructuredOutputsParams"):
         from slipstream.sampling_params import GuidedDecodingParams  # noqa: F401
     params = importlib.import_module("slipstream.sampling_params")
-    with pytest.raises(AttributeError, match="no attribute 'x'; it has BeamSearchParams, RequestOutputKind, "):
+    with pytest.raises(AttributeError, match="no attribute 'x'; it has BeamSearchParams, RepetitionDetectionParams, "):
         params.x  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="No module named 'slipstream.multimodal'"):
         importlib.import_module("slipstream.multimodal")

@@ -330,8 +330,10 @@ FLAT = {"tools": [{"type": "function", "name": "now"}, {"type": "function", "nam
 PAIR = {"tools": [{"name": "now", "input_schema": SCHEMA}, {"name": "later", "input_schema": OTHER}]}
 FORM = {"type": "json_schema", "name": "a", "schema": SCHEMA}
 THINKS = {"type": "enabled", "budget_tokens": 5}
+TWICE = {"max_pattern_size": 3, "min_count": 2}
 # path, what is beside the field, its name, its value without the field inside, and with it
 NESTED = [
+    ("/v1/completions", {}, "repetition_detection", TWICE, TWICE | {"min_pattern_size": 2}),
     ("/v1/completions", {"stream": True}, "stream_options", {}, {"include_usage": True}),
     ("/v1/completions", {"stream": True}, "stream_options", {"include_usage": True}, USAGE),
     ("/similarity", {}, "parameters", {}, {"truncate": False}),

@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "max_tokens": 5,
     "min_tokens": 6,
     "thinking_token_budget": 2,
+    "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2},
     "stop": ["a", "e", "zz"],
     "ignore_eos": True,
     "n": 3,
@@ -54,6 +55,7 @@ _BESIDE: dict[str, dict[str, Any]] = {  # what a parameter needs for its effect
     "repetition_penalty": {"temperature": 0.0, "logprobs": 1} | FEW_IDS,
     "presence_penalty": {"temperature": 0.7} | FEW_IDS,
     "frequency_penalty": {"temperature": 0.7} | FEW_IDS,
+    "repetition_detection": {"temperature": 0.7, "n": 4} | FEW_IDS,
     "min_tokens": {"stop_token_ids": list(range(0, 256, 3))},
     "logit_bias": {"temperature": 0.8},
     "prompt_logprobs": {"temperature": 0.0},
@@ -63,8 +65,9 @@ _BESIDE: dict[str, dict[str, Any]] = {  # what a parameter needs for its effect
 }
 # tokens are drawn by these: all that `bench` has a flag for, and lists
 DRAWN = (
-    *names_for(BENCH), "seed", "n", "min_tokens", "stop_token_ids", "stop", "logit_bias", "allowed_token_ids",
-    "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "detokenize", "truncate_prompt_tokens",
+    *names_for(BENCH), "seed", "n", "min_tokens", "stop_token_ids", "stop", "repetition_detection", "logit_bias",
+    "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "detokenize",
+    "truncate_prompt_tokens",
 )  # fmt: skip
 
 TRUNCATIONS = {

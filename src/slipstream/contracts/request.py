@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.contracts.images import PromptImages
 from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.sampling import RepetitionDetectionParams, SamplingParams
 from slipstream.params.thinking import Thinking
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ NEVER = 2**30 - 1  # more tokens than any request has; a small int compares fast
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # end token, stop token or stop string; or the prompt is pooled
     LENGTH = "length"  # max_tokens or the model length
+    REPETITION = "repetition"  # the last tokens are one pattern, as often as `repetition_detection` says
     ABORT = "abort"  # the caller aborted it
     ERROR = "error"  # NaN or infinite results, or the parameters forbid every token
 
@@ -64,6 +65,24 @@ class RequestStates:
 _DEFAULT_PARAMS = SamplingParams()
 
 
+class Repetition:
+    """Counts, for each size of a pattern, how many of the last generated tokens equal the one that many before."""
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        sizes = np.arange(1, params.max_pattern_size + 1)
+        self._wanted = np.where(sizes < params.min_pattern_size, NEVER, sizes * min(params.min_count - 1, NEVER))
+        self._before = np.full(len(sizes), -1, np.int32)  # the last tokens, the newest first
+        self._equal = np.zeros(len(sizes), np.int32)
+
+    def ends_with(self, token: int) -> bool:
+        """Takes the next generated token. Returns whether a pattern is now repeated as often as asked for."""
+        self._equal += 1
+        self._equal *= self._before == token
+        self._before[1:] = self._before[:-1]
+        self._before[0] = token
+        return bool((self._equal >= self._wanted).any())
+
+
 class Request:
     """One sample. A prompt with n > 1 becomes n requests with the same id.
 
@@ -81,7 +100,7 @@ class Request:
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
         "thinking", "session", "processors", "held", "lora", "adapter", "embeds", "drafted",
-        "images",
+        "images", "repetition",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +164,8 @@ class Request:
         # bad words, tokens of the longest bad word. None: no entries.
         self.list_sizes: tuple[int, ...] | None = None
         self.num_staged_ids = 0
+        detection = params.repetition_detection
+        self.repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
         if self.pooling is None:
             self.num_logprobs = params.num_logprobs
             num_stops = len(self.stop_ids) if params.min_tokens else 0

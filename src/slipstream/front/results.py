@@ -61,7 +61,7 @@ class CompletionOutput(msgspec.Struct):
     cumulative_logprob: float | None = None
     # one dict per token: the sampled token first, then the most likely ones, then those of logprob_token_ids
     logprobs: Sequence[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length, abort or error
+    finish_reason: str | None = None  # stop, length, repetition, abort or error
     stop_reason: int | str | None = None  # the stop token or stop string found; None for an end-of-text token
 
     # fields of vLLM for what this engine does not have

@@ -102,6 +102,8 @@ class SampleState:
         self.finish_reason = output.finish_reason.value
         if output.stop_token in self._own_stops:
             self.stop_reason = output.stop_token
+        if output.finish_reason is FinishReason.REPETITION:
+            self.stop_reason = "repetition_detected"  # as in vLLM
         if output.error is not None:
             self.stop_reason = output.error
 

@@ -20,6 +20,7 @@ import msgspec
 from slipstream.base.errors import InvalidParams
 from slipstream.params.structured import StructuredOutputsParams, as_params
 from slipstream.params.values import (
+    MAX_COUNT,
     PRIORITY,
     Check,
     CheckedNames,
@@ -29,6 +30,7 @@ from slipstream.params.values import (
     check_bias,
     check_callables,
     check_ids,
+    check_integer,
     check_named_values,
     check_names,
     check_strings,
@@ -41,6 +43,7 @@ MAX_SEED = 2**64 - 1
 MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
+MAX_PATTERN = 1024  # tokens of a pattern that repetition detection finds
 MAX_PACKED_LOGPROBS = 32  # likeliest tokens in the array that all rows share; rows with more are in another array
 
 
@@ -50,6 +53,27 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new
     FINAL_ONLY = 2  # one result, at the end
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=CheckedNames
+):
+    """Ends a sample whose last tokens are one pattern, `min_count` times in a row."""
+
+    max_pattern_size: int = 0
+    """The longest pattern in tokens; 0: samples do not end for it."""
+    min_pattern_size: int = 0
+    """The shortest one; 0 is 1."""
+    min_count: int = 0
+    """At least 2, if there is a longest pattern."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_pattern_size", 0, MAX_PATTERN),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", 2 if self.max_pattern_size else 0, MAX_COUNT),
+        ):
+            check_integer(f"repetition_detection.{name}", getattr(self, name), low, high)
 
 
 class Use(enum.Flag):
@@ -99,6 +123,14 @@ def _output_kind(name: str, value: Any) -> Any:
     return value
 
 
+def _repetition(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return RepetitionDetectionParams(**value)
+    if value is not None and not isinstance(value, RepetitionDetectionParams):
+        raise InvalidParams(f"{name} is {value!r:.100}; give RepetitionDetectionParams, or their fields", param=name)
+    return value
+
+
 _DRAW = FIELD | FLAG | BENCH | KEPT
 _NOWHERE = Use(0)
 # fmt: off
@@ -130,6 +162,9 @@ PARAMS: dict[str, Param] = {
         Integer(-1, unset=-1), "maximum reasoning tokens; then the marker that ends reasoning is written",
         FIELD | FLAG),
     "stop": Param(check_strings, "a string that stops generation, or a list of them", FIELD | FLAG, "stop"),
+    "repetition_detection": Param(
+        _repetition, "end a sample that repeats a pattern: max_pattern_size, min_pattern_size (in tokens), min_count",
+        FIELD | KEPT),
     "ignore_eos": Param(Switch(), "continue past the model's end token", FIELD | FLAG | KEPT),
     "n": Param(Integer(1, 1024), "samples per prompt, which share its pages of the KV cache", FIELD | KEPT),
     "seed": Param(
@@ -211,6 +246,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     bad_words: Sequence[str] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     logits_processors: Sequence[Any] | None = None
     truncate_prompt_tokens: int | None = None
     priority: int = 0

@@ -260,8 +260,10 @@ Ending = tuple[int, FinishReason | None, int | None]
 def check_stop(request: Request, num_new: int) -> Ending:
     """Whether one of the `num_new` tokens just appended is the last of the request.
 
-    A stop token goes before the length: it ends the text even where the length would have, too.
+    A stop token goes before the length: it ends the text even where the length would have, too. Each new token is
+    given here once, which repetition detection counts on.
     """
+    repetition = request.repetition
     tokens, first = request.tokens, len(request.tokens) - num_new
     for index in range(first, len(tokens)):
         token, length = tokens[index], index + 1
@@ -269,4 +271,7 @@ def check_stop(request: Request, num_new: int) -> Ending:
             return length - first, FinishReason.STOP, token
         if length >= request.max_length:
             return length - first, FinishReason.LENGTH, None
+        is_repeated = repetition is not None and repetition.ends_with(token)
+        if is_repeated and length - request.num_prompt >= request.params.min_tokens:
+            return length - first, FinishReason.REPETITION, None
     return num_new, None, None

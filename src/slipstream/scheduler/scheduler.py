@@ -382,7 +382,8 @@ class Committer:
                     top = None if top is None else top[: logprob_bytes(request) * len(new)]
             tokens = request.tokens
             tokens.extend(new)
-            if new and (len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)):
+            may_end = len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)
+            if new and (may_end or request.repetition is not None):
                 num_kept, reason, stop = check_stop(request, len(new))
                 if reason is not None:
                     if num_kept < len(new):

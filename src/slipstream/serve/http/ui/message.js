@@ -112,7 +112,7 @@ function factsOf({ facts }) {
   if (ENDS[finish]) add(ENDS[finish], `finish_reason: ${finish}`)
   return found
 }
-const ENDS = { length: "cut at the maximum of tokens", stopped: "stopped", tool_calls: "waits for tools" }
+const ENDS = { length: "cut at the maximum of tokens", repetition: "ended: it repeats itself", stopped: "stopped", tool_calls: "waits for tools" }
 
 function shaded(message) {
   const box = make("div", { className: "content" })

@@ -132,10 +132,13 @@ def penalized(logits, prompt, output, params: SamplingParams):
 
 
 def truncated(logits, params: SamplingParams):
-    """One row: temperature, min-p, top-k, top-p, in that order, by their definitions."""
+    """One row: temperature, min-p and top-a, top-k, top-p, in that order, by their definitions."""
     scaled = np.array(logits, np.float64) / params.temperature
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     best = scaled[order[0]]
+    likeliest = 1 / math.fsum(math.exp(x - best) for x in scaled)
+    if params.top_a > 0:
+        order = [i for i in order if likeliest * math.exp(scaled[i] - best) >= params.top_a * likeliest**2]
     if params.min_p > 0:
         order = [i for i in order if scaled[i] >= best + math.log(params.min_p)]
     if params.top_k > 0:

@@ -18,6 +18,7 @@ VALUES: dict[str, Any] = {
     "top_p": 0.7,
     "top_k": 5,
     "min_p": 0.2,
+    "top_a": 0.3,
     "repetition_penalty": 4.0,
     "presence_penalty": 2.0,
     "frequency_penalty": 1.8,

@@ -145,6 +145,8 @@ PARAMS: dict[str, Param] = {
     "min_p": Param(
         Real(0.0, 1.0), "keep tokens with at least this fraction of the largest probability",
         _DRAW, "min_p", "min_p", "min_p"),
+    "top_a": Param(
+        Real(0.0, 1.0), "keep tokens with at least this fraction of the square of the largest probability", _DRAW),
     "repetition_penalty": Param(
         Real(0.0, MAX_FACTOR, open_low=True), "over 1 discourages tokens of prompt and output: positive logits are "
         "divided by it, negative ones multiplied", _DRAW, "repeat_penalty", "repetition_penalty", "penalty_repeat"),
@@ -251,6 +253,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, tag=True, metaclass=Che
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    top_a: float = 0.0
 
     def __post_init__(self) -> None:
         for value, (default, name, check) in zip(msgspec.structs.astuple(self), _CHECKED, strict=True):

@@ -1,4 +1,4 @@
-"""find_floor: the smallest logit of each row that min-p, top-k and top-p keep, without a sort.
+"""find_floor: the smallest logit of each row that min-p, top-a, top-k and top-p keep, without a sort.
 
 One pass over the logits stores the maximum (peak) of every span of 128 logits, and sums. The peaks limit the search: if
 k peaks reach a value, at least k logits do, so the k-th largest logit is in one of these k spans, a few thousand logits
@@ -20,12 +20,12 @@ from slipstream.ops.sampling.reference import Penalty
 SPAN = 128  # logits per peak
 _SPANS = 32  # per chunk
 _TILE = 64  # spans loaded at a time
-_NUM_LIMITS = tl.constexpr(3)  # of a row
+_NUM_LIMITS = tl.constexpr(4)  # of a row
 
 
 def find_floor(
     logits: torch.Tensor,  # [R, V]
-    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p
+    limits: torch.Tensor,  # [R, 4] log of min_p, top_k, top_p, log of top_a
     order: Sequence[tuple[torch.Tensor, int]] | None = (),  # ignored: there is no sort
     temperature: torch.Tensor | None = None,  # [R]
     penalty: Penalty | None = None,
@@ -97,10 +97,12 @@ def _load_limits(limits, row, size):
     top_k = tl.load(limits + 1).to(tl.int32)
     # a very small top_p rounds to 0, and a mass of 0 would be reached above the largest logit too
     top_p = tl.maximum(tl.load(limits + 2).to(tl.float32), 1e-30)
-    has_min = log_min_p > float("-inf")
+    log_top_a = tl.load(limits + 3).to(tl.float32)
+    has_a = log_top_a > float("-inf")
+    has_min = has_a | (log_min_p > float("-inf"))  # the largest logit alone bounds the floor
     has_k = top_k < size
     has_p = top_p <= 1.0
-    return log_min_p, top_k, top_p, has_min, has_k, has_p
+    return log_min_p, top_k, top_p, log_top_a, has_min, has_k, has_p, has_a
 
 
 @triton.jit
@@ -139,10 +141,10 @@ def _survey_kernel(
     SPANS: tl.constexpr,
 ):
     """Per chunk: the peak of each span; the maximum, or NaN if the chunk holds one; the minimum above -inf; and for
-    top-p without other limits the sum of exp(x - maximum)."""
+    top-a, and top-p without other limits, the sum of exp(x - maximum)."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    log_min_p, top_k, top_p, has_min, has_k, has_p = _load_limits(limits, row, size)
+    log_min_p, top_k, top_p, log_top_a, has_min, has_k, has_p, has_a = _load_limits(limits, row, size)
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -163,7 +165,7 @@ def _survey_kernel(
         tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
         top = tl.max(peak, 0)
         total = tl.full([], 0.0, tl.float32)
-        if has_p & (has_k == 0) & (has_min == 0):  # with other limits the search sums
+        if has_a | (has_p & (has_k == 0) & (has_min == 0)):  # with other limits the search sums
             if temperature is not None:
                 x = tl.div_rn(x, tl.zeros_like(x) + scale)
             # inf - inf is NaN; the sum of such a row is not used
@@ -202,7 +204,7 @@ def _floor_kernel(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    log_min_p, top_k, top_p, has_min, has_k, has_p = _load_limits(limits, row, size)
+    log_min_p, top_k, top_p, log_top_a, has_min, has_k, has_p, has_a = _load_limits(limits, row, size)
     found = tl.full([], float("-inf"), tl.float32)
     if has_min | has_k | has_p:
         span = tl.arange(0, ALL_SPANS)
@@ -217,10 +219,12 @@ def _floor_kernel(
         elif (best == float("inf")) | (best == float("-inf")):
             # an infinite logit: only equal logits are kept
             found = best
-        elif has_k | has_p:
+        elif has_k | has_p | has_a:
             total = tl.load(where + num_chunks, mask=chunk < num_chunks, other=0.0)
             low = tl.load(where + 2 * num_chunks, mask=chunk < num_chunks, other=float("inf"))
             total = tl.sum(total * tl.exp(top - best), 0)
+            if has_a:
+                found = tl.maximum(found, best + (log_top_a - tl.log(total)))
             bottom = tl.maximum(found, tl.min(low, 0))
 
             # the floor is at least the largest value that enough peaks reach

@@ -342,16 +342,16 @@ def fetch_masks_(
 
 def find_floor(
     logits: torch.Tensor,
-    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, >= V, > 1) keeps all
+    limits: torch.Tensor,  # [R, 4] log of min_p, top_k, top_p, log of top_a; (-inf, >= V, > 1, -inf) keeps all
     # rows [N], and how many of their largest logits to sort; None: all rows, all logits
     order: Sequence[tuple[torch.Tensor, int]] | None,
     temperature: torch.Tensor | None = None,  # [R], above 0; None: the logits are already scaled
     penalty: Penalty | None = None,
 ) -> torch.Tensor:
-    """[R] the smallest logit that min-p, then top-k, then top-p keep; -inf for a row that keeps all.
+    """[R] the smallest logit that min-p and top-a, then top-k, then top-p keep; -inf for a row that keeps all.
 
-    `order` tells a sorting implementation how much to sort: the largest top_k of these rows, V for top-p without top-k,
-    0 for min-p only. Rows that it does not name keep all. An implementation without a sort ignores it.
+    `order` tells a sorting implementation how much to sort: the largest top_k of these rows, V for top-a and for top-p
+    without top-k, 0 for min-p only. Rows that it does not name keep all. An implementation without a sort ignores it.
     """
     if penalty is not None:
         logits = _penalized(logits, penalty)
@@ -361,14 +361,17 @@ def find_floor(
         order = [(torch.arange(len(logits), device=logits.device), logits.shape[1])]
     floor = torch.full_like(logits[:, 0], -torch.inf)
     for index, num_sorted in order:
-        log_min_p, top_k, top_p = limits.index_select(0, index).unbind(1)
+        log_min_p, top_k, top_p, log_top_a = limits.index_select(0, index).unbind(1)
         own = logits.index_select(0, index)
         if num_sorted == 0:
             found = min_p_floor(own.amax(-1), log_min_p)
         else:
             whole = num_sorted >= own.shape[1]
             ordered = own.sort(-1, descending=True).values if whole else own.topk(num_sorted, -1).values
-            found = top_floor(ordered, min_p_floor(ordered[:, 0], log_min_p), top_k, top_p)
+            least = min_p_floor(ordered[:, 0], log_min_p)
+            if whole:
+                least = torch.maximum(least, top_a_floor(ordered, log_top_a))
+            found = top_floor(ordered, least, top_k, top_p)
         floor.index_copy_(0, index, found)
     return floor
 
@@ -376,6 +379,13 @@ def find_floor(
 def min_p_floor(best: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
     """[R] largest logits to [R] smallest logits that min-p keeps. log_min_p = -inf keeps all."""
     return best + log_min_p
+
+
+def top_a_floor(logits: torch.Tensor, log_top_a: torch.Tensor) -> torch.Tensor:
+    """[R, V] logits to [R] smallest logits that top-a keeps: with probabilities of at least top_a times the square of
+    the largest. log_top_a = -inf keeps all."""
+    best = logits.amax(-1)
+    return best + (log_top_a - (logits - best[:, None]).exp_().sum(-1).log_())
 
 
 def top_floor(

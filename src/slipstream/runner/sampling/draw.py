@@ -122,17 +122,18 @@ def apply_to_logits(part: StageWork) -> StageWork:
     return StageWork(part.key, edit, part.drawn, needs_sampling_dtype=part.mask is None)
 
 
-# Truncate: min-p, then top-k, then top-p, as one floor for each row's logits.
+# Truncate: min-p and top-a, then top-k, then top-p, as one floor for each row's logits.
 
 _NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
 
 
 def limits_of(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
-    """The limits of a row that samples, as `find_floor` takes them: log of min_p, top_k, top_p."""
+    """The limits of a row that samples, as `find_floor` takes them: log of min_p, top_k, top_p, log of top_a."""
     return (
         math.log(params.min_p) if params.min_p > 0 else -math.inf,
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p if params.top_p < 1 else _NO_TOP_P,
+        math.log(params.top_a) if params.top_a > 0 else -math.inf,
     )
 
 
@@ -141,11 +142,11 @@ _NONE, _BEST, _TOP_K, _ALL = range(4)
 
 
 class Truncate(Stage):
-    """All three keep the likeliest tokens, so together they keep all tokens from some logit up, ties included.
+    """All keep the likeliest tokens, so together they keep all tokens from some logit up, ties included.
 
     Rows are grouped by what finding the floor needs: the largest logit (min-p only), the k largest (top-k, and top-p
-    among them), or all logits sorted (top-p without top-k). Greedy rows and rows without truncation are in no group. A
-    row's floor does not depend on the other rows of its group.
+    among them), or all logits sorted (top-a; top-p without top-k). Greedy rows and rows without truncation are in no
+    group. A row's floor does not depend on the other rows of its group.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
@@ -174,7 +175,7 @@ class Truncate(Stage):
     def _group_of(self, limits: tuple[float, ...]) -> int:
         if limits == self._keep_all:
             return _NONE
-        if limits[1] < self.vocab_size:
+        if limits[1] < self.vocab_size and limits[3] == self._keep_all[3]:
             return _TOP_K
         return _BEST if limits[1:] == self._keep_all[1:] else _ALL
 

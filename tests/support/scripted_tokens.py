@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.contracts.request import NEVER, FinishReason, Request
 
 VOCAB = 97
-IMAGE = VOCAB  # the token of images
+IMAGE = 1 << 20  # the token of images; those of texts are far below
 _SHOWN = 1 << 40  # what the device reads there instead: from here on
 
 

@@ -256,41 +256,42 @@ import gc, os, sys, torch
 from slipstream import LLM, SamplingParams
 from slipstream.base.errors import EngineClosed
 
-depth, folder = int(sys.argv[1]), sys.argv[2]
-llm = LLM(folder, depth=depth, num_threads=3, use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4)
 four = SamplingParams(temperature=0, max_tokens=4)
-ask = lambda: llm.generate([[5, 6, 7]], four, use_tqdm=False)[0].outputs[0].token_ids
-wanted, parallel = ask(), lambda: torch.ones(2000, 2000).exp().sum().item()
-torch.set_num_threads(2)
-total = parallel()
-child = os.fork()
-if not child:
-    try:
-        assert parallel() == total
+parallel = lambda: torch.ones(2000, 2000).exp().sum().item()
+options = dict(num_threads=3, use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4)
+for depth in (0, 1):
+    llm = LLM(sys.argv[1], depth=depth, **options)
+    ask = lambda: llm.generate([[5, 6, 7]], four, use_tqdm=False)[0].outputs[0].token_ids
+    wanted = ask()
+    torch.set_num_threads(2)
+    total = parallel()
+    child = os.fork()
+    if not child:
         try:
-            ask()
-        except EngineClosed as error:
-            assert "fork" in str(error)
-        else:
-            raise AssertionError("a fork's call must raise")
-        llm.close()
-        del llm
-        gc.collect()
-        sys.stdout.flush()
-    except BaseException as error:
-        print(repr(error), flush=True)
-        os._exit(1)
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert parallel() == total and ask() == wanted
-llm.close()
+            assert parallel() == total
+            try:
+                ask()
+            except EngineClosed as error:
+                assert "fork" in str(error)
+            else:
+                raise AssertionError("a fork's call must raise")
+            llm.close()
+            del llm
+            gc.collect()
+            sys.stdout.flush()
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, depth
+    assert parallel() == total and ask() == wanted
+    llm.close()
 print("done")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_fork_computes_in_parallel_and_refuses_the_parents_engine(models, depth):
-    call = [sys.executable, "-c", FORKS, str(depth), models["chat"]["model"]]
+def test_a_fork_computes_in_parallel_and_refuses_the_parents_engine(models):
+    call = [sys.executable, "-c", FORKS, models["chat"]["model"]]
     ended = subprocess.run(call, env=child_env(), capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stdout + ended.stderr

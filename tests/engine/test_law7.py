@@ -164,9 +164,9 @@ def alone(model):
 
 
 # The feature is one more factor of the pairwise selection: in each half of PAIRED, with the baseline, each factor has
-# all its values. Batches of several features, which have every parameter, run in all cells.
+# all its values. Batches of several features, which have every parameter, also together, run in all cells.
 CELLS_OF = {
-    feature: PAIRED if isinstance(params, list) or feature == "everything" else PAIRED[number % 2 * 3 :][:3]
+    feature: PAIRED if isinstance(params, list) else PAIRED[number % 2 * 3 :][:3]
     for number, (feature, params) in enumerate(FEATURES.items())
 }
 

@@ -33,7 +33,7 @@ USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
     **dict.fromkeys(
         ["image_info.read_image_info", "loader.open_images", "prompt.expand_text", "prompt.expand_ids"]
         + ["prompt.spell_image", "prompt.spell_video"]
-        + [f"layout.{name}" for name in ("Grid", "ImageViews", "lay_out", "_ViewLayout", "_lay_out_view", "_joined")]
+        + [f"layout.{name}" for name in ("ImageViews", "lay_out", "_ViewLayout", "_lay_out_view", "_joined")]
         + [f"layout.{name}" for name in ("_window_numbers", "_table_taps", "_axis_taps", "_starts")],
         "the interfaces and the scheduling of images will",
     ),

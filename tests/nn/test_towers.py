@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -49,6 +50,36 @@ def test_rows_of_pictures_are_those_of_transformers(family: str, checkpoints: An
         assert expected[0].std() > 0.05
         for mine, theirs in zip(run_tower(model, images), expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [family for family in TOWERS if family.startswith("qwen")])
+def test_rows_of_a_video_are_those_of_transformers(family: str, checkpoints: Any) -> None:
+    folder, info = checkpoints(family)
+    grid = (3, 6, 10)  # pairs of frames, each of which sees itself only
+    patches = np.random.default_rng(3).integers(0, 256, (180, 6 * info.patch**2), np.uint8)
+    video = PreparedImage(
+        key=b"", patches=patches, grids=(grid,), height=0, width=0, tiles=(0, 0), num_tokens=45
+    )  # fmt: skip
+    (mine,) = run_tower(load_sighted(folder, info), [video])
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    mean, std = (np.array(each, np.float32).reshape(3, 1) for each in (info.mean, info.std))
+    values = (patches.reshape(180, 3, -1) * np.float32(info.rescale) - mean) / std
+    with torch.inference_mode():
+        found = model.model.get_video_features(torch.from_numpy(values.reshape(180, -1)), torch.tensor([grid]))
+    torch.testing.assert_close(mine[:, 0], torch.cat(list(found.pooler_output)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_the_kernels_of_a_gpu_give_the_same_rows(family: str, checkpoints: Any) -> None:
+    """Attention alone runs in Triton's interpreter: two lists of segments, with and without class tokens."""
+    triton_attention = pytest.importorskip("slipstream.nn.paged_attention", reason="triton is not installed")
+    folder, info = checkpoints(family)
+    model = load_sighted(folder, info)
+    assert model.tower is not None
+    kernels = triton_attention.TritonAttention((), torch.float32, (model.tower.shape.attention.head_dim,))
+    images = pictures(info, (70, 64), (97, 33))
+    for mine, expected in zip(run_tower(model, images, kernels), run_tower(model, images), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", TOWERS)

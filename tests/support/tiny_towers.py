@@ -14,6 +14,7 @@ from slipstream.checkpoint.image_info import ImageInfo, read_image_info
 from slipstream.checkpoint.model_info import read_model_info
 from slipstream.config.config import ModelConfig
 from slipstream.images.pixels import PreparedImage, prepare
+from slipstream.nn.context import AttentionBackend
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import as_stored
 from slipstream.nn.sdpa import SdpaAttention
@@ -76,6 +77,15 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "llama"}, _SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 3},
         {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
     ),
+    "internvl": (
+        {"model_type": "qwen2"}, _SIGLIP | {"image_size": [56, 56], "patch_size": [14, 14]}, {"downsample_ratio": 0.5},
+    ),
+    "lfm2_vl": (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5},
+        _SIGLIP
+        | {"model_type": "siglip2_vision_model", "patch_size": 8, "num_patches": 16, "vision_use_head": False},
+        {"downsample_factor": 2, "projector_hidden_size": 40},
+    ),
 }  # fmt: skip
 _FILES_OF = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_5_moe"}  # families with the same processor
 
@@ -126,7 +136,9 @@ def load_sighted(folder: Path, images: ImageInfo, dtype: torch.dtype = torch.flo
     return model
 
 
-def run_tower(model: Decoder, images: list[PreparedImage]) -> list[torch.Tensor]:
+def run_tower(
+    model: Decoder, images: list[PreparedImage], attention: AttentionBackend | None = None
+) -> list[torch.Tensor]:
     """[rows, levels, hidden] of each picture, all in one call."""
     tower = model.tower
     assert tower is not None
@@ -134,7 +146,7 @@ def run_tower(model: Decoder, images: list[PreparedImage]) -> list[torch.Tensor]
     assert layout.num_rows == tuple(image.num_tokens for image in images)
     patches = torch.from_numpy(np.concatenate([image.patches for image in images]))
     arrays = {name: torch.from_numpy(array) for name, array in layout.arrays.items()}
-    attention = SdpaAttention((), next(tower.layers.parameters()).dtype)
+    attention = attention or SdpaAttention((), next(tower.layers.parameters()).dtype)
     with torch.inference_mode():
         return list(tower(patches, layout, arrays, attention).split(layout.num_rows))
 
@@ -148,6 +160,17 @@ def library_inputs(images: list[PreparedImage], info: ImageInfo) -> dict[str, to
         values = (patches.reshape(-1, 3, 1, info.patch**2) * np.float32(info.rescale) - mean) / std
         both = torch.from_numpy(np.repeat(values, 2, 2).reshape(len(values), -1))
         return {"pixel_values": both, "image_grid_thw": grids}
+    if info.family == "lfm2_vl":  # padded rows of patches
+        grids = [grid for image in images for grid in image.grids]
+        values = np.concatenate([image.patches for image in images]).astype(np.float32).reshape(-1, info.patch**2, 3)
+        values = (values * np.float32(info.rescale) - mean.reshape(3)) / std.reshape(3)
+        counts = [rows * cols for _, rows, cols in grids]
+        parts = torch.from_numpy(values.reshape(len(values), -1)).split(counts)
+        return {
+            "pixel_values": torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True),
+            "spatial_shapes": torch.tensor([grid[1:] for grid in grids]),
+            "pixel_attention_mask": (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).long(),
+        }
     views = []
     for image in images:
         sizes = [rows * cols for _, rows, cols in image.grids]

@@ -51,6 +51,8 @@ OF_MODEL_TYPE = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
@@ -333,6 +335,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 7688,
     },
     "Lfm2": _LFM2 | {"num_key_value_heads": 8},
+    "Lfm2Vl": _LFM2 | {"num_key_value_heads": 8},
     "Lfm2Moe": {
         **_LFM2, "vocab_size": 65_536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
         "num_experts": 32, "num_experts_per_tok": 4, "num_key_value_heads": 8, "max_position_embeddings": 128_000,

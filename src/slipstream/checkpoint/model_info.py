@@ -219,7 +219,7 @@ _NEMOTRON_H_NAMES = _ALSO_CALLED | {
 _LFM2_NAMES = _ALSO_CALLED | {"tie_word_embeddings": ("tie_embedding",)}
 _OWN_NAMES = {
     "T5Encoder": _T5_NAMES, "MT5Encoder": _T5_NAMES, "NemotronH": _NEMOTRON_H_NAMES,
-    "Lfm2": _LFM2_NAMES, "Lfm2Moe": _LFM2_NAMES,
+    "Lfm2": _LFM2_NAMES, "Lfm2Vl": _LFM2_NAMES, "Lfm2Moe": _LFM2_NAMES,
 }  # fmt: skip
 _NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
 

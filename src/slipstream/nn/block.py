@@ -135,12 +135,14 @@ class DecoderBlock(Layer):
                 for mixer, module in zip(shape.mixers, mixers, strict=True)
             ]
             mixed = scaled[0] if len(scaled) == 1 else Parallel(scaled)
+            mixed = self._with_learned_scale(shape.mixers[0].name, mixed, layout)
             sublayers.append(self._sublayer(shape.mixers[0].name, mixed, layout))
         if shape.feed is not None:
             feed = new_feed(name, shape.feed, layout)
             self.add_module(shape.feed.name, feed)
             own_scale = shape.feed.output_scale if isinstance(shape.feed, MlpShape) else 1.0
             scaled_feed = with_scale(feed, own_scale * shape.branch_scale)
+            scaled_feed = self._with_learned_scale(shape.feed.name, scaled_feed, layout)
             sublayers.append(self._sublayer(shape.feed.name, scaled_feed, layout, shape.parallel != "one norm"))
         if shape.layer_input is not None:
             own = LayerInput(f"{name}.{shape.layer_input.name}", shape.layer_input, number, layout)
@@ -148,6 +150,13 @@ class DecoderBlock(Layer):
             sublayers.append(self._sublayer(shape.layer_input.name, own, layout, norm_before=False))
         self.sublayers = tuple(sublayers)
         self.output_scale = new_parameter(1, dtype=layout.dtype) if shape.output_scale else None
+
+    def _with_learned_scale(self, name: str, module: Any, layout: Layout) -> Any:
+        if not self.shape.learned_scale:
+            return module
+        factors = Factors(layout.hidden_size, layout.dtype)
+        self.add_module(f"{name}_scale", factors)
+        return Scaled(module, factors)
 
     def _sublayer(self, name: str, module: SublayerModule, layout: Layout, norm_before: bool = True) -> Sublayer:
         shape = self.shape
@@ -229,15 +238,31 @@ class Parallel:
         return None
 
 
-class Scaled:
-    """A sublayer's module whose output is multiplied by a constant."""
+class Factors(Layer):
+    """A learned factor for each number of a hidden state."""
 
-    def __init__(self, module: Any, scale: float) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(size, dtype=dtype)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget(tuple(self.weight.shape), self._fill)
+
+    def _fill(self, piece: CheckpointTensor) -> None:
+        piece.write_to(self.weight)
+
+
+class Scaled:
+    """A sublayer's module whose output is multiplied by a constant, or by a learned factor for each number."""
+
+    def __init__(self, module: Any, scale: float | Factors) -> None:
         self.module, self.scale = module, scale
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
-        out: torch.Tensor = self.module(x, context, last)
-        return out * self.scale
+        return self._scaled(self.module(x, context, last))
+
+    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
+        return out * (self.scale.weight if isinstance(self.scale, Factors) else self.scale)
 
     def after_norm(
         self,
@@ -248,7 +273,7 @@ class Scaled:
         last: LastTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, total = self.module.after_norm(norm, x, residual, context, last)
-        return out * self.scale, total
+        return self._scaled(out), total
 
     def products(self) -> None:
         return None

@@ -111,6 +111,7 @@ from slipstream.nn.families.mamba_hybrids import (
     lfm2_moe_shape,
     lfm2_rules,
     lfm2_shape,
+    lfm2_vl_rules,
     nemotron_h_rules,
     nemotron_h_shape,
     qwen3_5_rules,
@@ -236,8 +237,9 @@ DECODER_ENDINGS = (
 MULTIMODAL = {
     **{
         f"{name}ForConditionalGeneration": Family(nested_text_shape, vision_text_rules)
-        for name in ("Mistral3", "Llava", "Idefics3", "SmolVLM")
+        for name in ("Mistral3", "Llava", "Idefics3", "SmolVLM", "InternVL")
     },
+    "Lfm2VlForConditionalGeneration": Family(lfm2_shape, lfm2_vl_rules),
     "Qwen2VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
     "Qwen3VLForConditionalGeneration": Family(qwen3_shape, vision_text_rules),

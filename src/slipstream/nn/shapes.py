@@ -328,6 +328,7 @@ class LayerShape:
     altup: AltUpShape | None = None
     output_scale: bool = False  # a learned number multiplies the layer's output
     branch_scale: float = 1.0  # multiplies what each sublayer adds to the residual
+    learned_scale: bool = False  # and so does a learned factor for each number
     # "one norm", "two norms": the feed reads the layer's input beside the mixer, after the mixer's norm or its own
     parallel: Literal["no", "one norm", "two norms"] = "no"
 
@@ -337,6 +338,7 @@ class LayerShape:
         return all(isinstance(mixer, AttentionShape) and mixer.kv_source is not None for mixer in self.mixers)
 
     def __post_init__(self) -> None:
+        assert not self.learned_scale or (self.parallel == "no" and not self.norm_after), "of plain layers only"
         assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"
         if self.parallel != "no":
             two = bool(self.mixers) and self.feed is not None and self.layer_input is None

@@ -291,7 +291,7 @@ _TEXT_SHAPES = {
     "mistral": mistral_shape, "ministral": ministral_shape, "ministral3": ministral3_shape, "llama": llama_shape,
     "qwen2": qwen2_shape, "qwen3": qwen3_shape,
 }  # fmt: skip
-_USUAL_TEXT = {"mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama"}
+_USUAL_TEXT = {"mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama", "internvl": "qwen2"}
 
 
 def nested_text_shape(info: ModelInfo) -> DecoderShape:

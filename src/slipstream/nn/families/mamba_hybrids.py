@@ -10,6 +10,7 @@ from slipstream.base.errors import BadCheckpoint, UnsupportedModel
 from slipstream.checkpoint.model_info import ModelInfo, RopeInfo
 from slipstream.nn.decoder import DecoderShape, RopeShape
 from slipstream.nn.families.llama import llama_attention, llama_mlp, llama_rules, llama_shape
+from slipstream.nn.families.llama_variants import vision_text_rules
 from slipstream.nn.families.mamba import (
     FULL,
     MAMBA2_FIELDS,
@@ -389,6 +390,14 @@ def _lfm2_layer_kinds(info: ModelInfo) -> list[str]:
 
 
 def lfm2_rules(shape: DecoderShape) -> Rules:
+    return llama_rules(shape, _lfm2_names(shape))
+
+
+def lfm2_vl_rules(shape: DecoderShape) -> Rules:
+    return vision_text_rules(shape, _lfm2_names(shape))
+
+
+def _lfm2_names(shape: DecoderShape) -> dict[str, str | None]:
     layer = "model.layers.{n}"
     names: dict[str, str | None] = {
         f"model.layers.{number}.operator_norm.weight": f"layers.{number}.{each.mixers[0].name}_norm.weight"
@@ -412,7 +421,7 @@ def lfm2_rules(shape: DecoderShape) -> Rules:
     for stored, part in {"w1": "gate", "w2": "down", "w3": "up"}.items():
         names[f"{expert}.{stored}.{{kind}}"] = f"layers.{{n}}.mlp.experts.{{e}}.{part}.{{kind}}"
     names[f"{expert}.{{part}}_proj.{{kind}}"] = "layers.{n}.mlp.experts.{e}.{part}.{kind}"
-    return llama_rules(shape, names)
+    return names
 
 
 # Qwen3-Next and the text models of Qwen3.5, dense and with experts.

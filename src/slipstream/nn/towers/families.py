@@ -164,7 +164,7 @@ def _qwen3(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerS
         size=int(vision["intermediate_size"]), activation=vision["hidden_act"], gated=False, bias=True, down_bias=True
     )
     shape = _qwen(images, vision, int(vision["hidden_size"]), info.hidden_size, mlp, patch_bias=True)
-    table = PositionTable(side=int(int(vision["num_position_embeddings"]) ** 0.5), kind="bilinear")
+    table = PositionTable(side=int(int(vision["num_position_embeddings"]) ** 0.5), kind="aligned")
     return replace(shape, table=table)
 
 
@@ -270,6 +270,56 @@ def _clip(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerSh
     vision = _filled(vision, layer_norm_eps=1e-5, hidden_act="quick_gelu", patch_size=32)
     shape = _siglip(info, images, vision)
     return replace(shape, patch=_patch(images, bias=False), class_token=True, first_norm=shape.norm)
+
+
+def _internvl(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerShape:
+    vision = _filled(
+        vision, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        hidden_act="gelu", image_size=448, patch_size=14,
+    )  # fmt: skip
+    facts = (
+        vision.get("use_qk_norm", False), vision.get("norm_type", "layer_norm"), vision.get("use_mean_pooling", True),
+        vision.get("use_absolute_position_embeddings", True),
+        info.extra.get("vision_feature_layer", -1), info.extra.get("vision_feature_select_strategy", "default"),
+    )  # fmt: skip
+    if facts != (False, "layer_norm", True, True, -1, "default"):
+        raise UnsupportedModel(
+            f"{info.architecture} has a tower with norms of queries and keys, RMS norms, a last norm, no positions, or "
+            "another layer than its last one; only that of InternViT-300M runs"
+        )
+    shape = _siglip(info, images, vision)
+    return _projected(
+        replace(
+            shape,
+            attention=replace(shape.attention, qkv_bias=bool(vision.get("attention_bias", False))),
+            class_token=True,
+            is_batched=True,
+            learned_scale=True,
+        ),
+        JoinPatches(),
+        ProjectorNorm(norm=NormShape(eps=1e-5, kind="layer", bias=True)),
+        *_up_and_down(info),
+    )
+
+
+def _lfm2_vl(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerShape:
+    shape = _siglip(info, images, vision)
+    extra = info.extra
+    bias, size = bool(extra.get("projector_bias", True)), int(extra.get("projector_hidden_size") or 2560)
+    activation = str(extra.get("projector_hidden_act") or "gelu")
+    norm = (ProjectorNorm(norm=NormShape(eps=1e-5, kind="layer", bias=True)),)
+    return _projected(
+        replace(
+            shape,
+            patch=replace(shape.patch, is_matrix=True),
+            table=PositionTable(side=int(int(vision.get("num_patches") or 256) ** 0.5), kind="resized"),
+        ),
+        ProjectorNorm(norm=shape.norm, name="last_norm"),
+        JoinPatches(),
+        *(norm if extra.get("projector_use_layernorm", True) else ()),
+        ProjectorProduct(name="up", size=size, bias=bias, activation=activation),
+        ProjectorProduct(name="down", size=info.hidden_size, bias=bias),
+    )
 
 
 def _pixtral(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerShape:
@@ -390,6 +440,28 @@ _LLAVA_NAMES = {
     **_PIXTRAL_BLOCKS,
     **_UP_AND_DOWN,
 }
+_INTERNVL_NAMES: dict[str, str | None] = {
+    "tower.embeddings.cls_token": "class_token.weight",
+    "tower.embeddings.mask_token": None,
+    "tower.embeddings.position_embeddings": "table.weight",
+    "tower.embeddings.patch_embeddings.projection.{kind}": "patch.{kind}",
+    "tower.encoder.layer.{n}.layernorm_before.{kind}": "layers.{n}.attention_norm.{kind}",
+    "tower.encoder.layer.{n}.layernorm_after.{kind}": "layers.{n}.mlp_norm.{kind}",
+    "tower.encoder.layer.{n}.lambda_1": "layers.{n}.attention_scale.weight",
+    "tower.encoder.layer.{n}.lambda_2": "layers.{n}.mlp_scale.weight",
+    "tower.encoder.layer.{n}.attention.projection_layer.{kind}": "layers.{n}.attention.output.{kind}",
+    "tower.encoder.layer.{n}.attention.{part}_proj.{kind}": "layers.{n}.attention.qkv.{part}.{kind}",
+    "tower.encoder.layer.{n}.mlp.fc1.{kind}": "layers.{n}.mlp.up.{kind}",
+    "tower.encoder.layer.{n}.mlp.fc2.{kind}": "layers.{n}.mlp.down.{kind}",
+    "multi_modal_projector.layer_norm.{kind}": "projector.norm.{kind}",
+    **_UP_AND_DOWN,
+}
+_LFM2_NAMES: dict[str, str | None] = {
+    **_SIGLIP_BLOCKS,
+    "tower.post_layernorm.{kind}": "projector.last_norm.{kind}",
+    "multi_modal_projector.layer_norm.{kind}": "projector.norm.{kind}",
+    **_UP_AND_DOWN,
+}
 
 _VISUAL = ("visual.",)
 _TOWER = ("vision_tower.vision_model.", "vision_tower.")
@@ -408,5 +480,7 @@ _FAMILIES = {
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "llava": TowerFamily(_llava, _LLAVA_NAMES, _TOWER),
+    "internvl": TowerFamily(_internvl, _INTERNVL_NAMES, _TOWER),
+    "lfm2_vl": TowerFamily(_lfm2_vl, _LFM2_NAMES, _TOWER),
 }
 """By model_type of config.json."""

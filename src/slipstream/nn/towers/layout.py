@@ -32,6 +32,7 @@ class ImageViews(NamedTuple):
 class TowerLayout:
     """Pictures of one call of a tower. `arrays` are to be uploaded; the rest stays on the host."""
 
+    grids: tuple[Grid, ...]  # of all views
     num_patches: int
     num_rows: tuple[int, ...]  # of the output, for each picture
     segments: NDArray[np.int32]  # patches that see each other: those of a frame
@@ -44,7 +45,7 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
 
     order [N] int64: where each patch was before they were sorted; absent: they come as they are
     cells [2, N] int64: row and column of each patch, for a rope; absent without
-    table_rows [taps, N] int64, table_weights [taps, N] float32: of a position table; absent without
+    table_rows [taps, N] int64, table_weights [taps, N] float32: of a position table; absent if it is resized
     with_class [N + views] int64: which patch each hidden state of the layers is, or N for a class token; patches [N]
         int64: where each patch is among them; absent without class tokens
     starts [segments + 1] int32; window_starts likewise, absent without windows
@@ -69,12 +70,12 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
         arrays["order"] = _joined([part.order for part in parts])
     if shape.rope is not None:
         arrays["cells"] = np.concatenate([part.cells for part in parts], 1)
-    if shape.table is not None:
+    if shape.table is not None and shape.table.kind != "resized":
         arrays["table_rows"] = np.concatenate([part.table_rows for part in parts], 1)
         arrays["table_weights"] = np.concatenate([part.table_weights for part in parts], 1)
     unit = shape.merge**2
     num_rows = tuple(sum(frames * rows * cols // unit for frames, rows, cols in image.grids) for image in images)
-    return TowerLayout(num_patches, num_rows, segments, windows, arrays)
+    return TowerLayout(tuple(views), num_patches, num_rows, segments, windows, arrays)
 
 
 class _ViewLayout(NamedTuple):
@@ -105,7 +106,7 @@ def _lay_out_view(shape: TowerShape, grid: Grid) -> _ViewLayout:
         order = (sorting[:, None] * merge * merge + np.arange(merge * merge)).reshape(-1)
     row_col = np.stack([cells // cols % rows, cells % cols])
     table_rows, table_weights = np.empty((0, 0), np.int64), np.empty((0, 0), np.float32)
-    if shape.table is not None:
+    if shape.table is not None and shape.table.kind != "resized":
         table_rows, table_weights = _table_taps(shape.table, row_col, rows, cols)
         table_rows = table_rows + int(shape.class_token)
     return _ViewLayout(order, row_col, windows, np.argsort(sorting), table_rows, table_weights)

@@ -33,9 +33,9 @@ class PositionTable:
     """A vector for each place of a square, which is added to the patches."""
 
     side: int
-    # "fixed": the patches are those of the square; bilinear: vectors between its places are interpolated, and the
-    # corners of table and picture coincide
-    kind: Literal["fixed", "bilinear"] = "fixed"
+    # fixed: the patches are those of the square; aligned: vectors between its places are interpolated, and the corners
+    # of table and picture coincide; resized: it is resized as a picture is, with antialiasing
+    kind: Literal["fixed", "aligned", "resized"] = "fixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +105,7 @@ class TowerShape:
     norm: NormShape
     num_layers: int
     projector: tuple[Step, ...]
+    learned_scale: bool = False  # of what attention and feed add
     class_token: bool = False  # before the patches of each view; its position is the first row of the table
     is_batched: bool = False  # the checkpoint's class token and table have a leading dimension of 1
     first_norm: NormShape | None = None  # of the input of the first layer
@@ -122,7 +123,7 @@ class TowerShape:
 
     @property
     def layer(self) -> LayerShape:
-        return LayerShape(mixers=(self.attention,), feed=self.feed, norm=self.norm)
+        return LayerShape(mixers=(self.attention,), feed=self.feed, norm=self.norm, learned_scale=self.learned_scale)
 
     def sizes(self, on_cpu: bool) -> ModelSizes:
         """Counts per patch beside its hidden states, as of a text model per token."""

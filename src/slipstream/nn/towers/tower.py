@@ -6,10 +6,12 @@ from the device. A picture's rows do not depend on the others of the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
@@ -20,7 +22,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import new_norm
 from slipstream.nn.layers.position_embedding import Table
-from slipstream.nn.towers.layout import TowerLayout
+from slipstream.nn.towers.layout import Grid, TowerLayout
 from slipstream.nn.towers.shapes import AxialRope, JoinPatches, MeanPatches, PatchShape, ProjectorNorm, Step, TowerShape
 from slipstream.nn.weights.stored_part import reshaped_target
 from slipstream.nn.weights.weight_format import FormatOf, WeightFormat, WeightTarget
@@ -36,7 +38,7 @@ class Tower(nn.Module):
         layout = Layout(shape.hidden_size, dtype, lambda name: format_of(f"tower.{name}"))
         with torch.device("meta"):
             self.patch = PatchEmbedding(shape.patch, shape.hidden_size, format_of("tower.patch"), dtype)
-            self.table: Table | None = None
+            self.table: StoredTable | None = None
             if shape.table is not None:
                 self.table = StoredTable(shape.table.side**2 + shape.class_token, shape, dtype)
             self.class_token = StoredTable(1, shape, dtype) if shape.class_token else None
@@ -71,7 +73,9 @@ class Tower(nn.Module):
         model."""
         order = arrays.get("order")
         x = self.patch(patches if order is None else patches.index_select(0, order))
-        if self.table is not None:
+        if self.table is not None and self.table.is_resized:
+            x = x.add_(self.table.resized(layout.grids, order))
+        elif self.table is not None:
             for indices, weights in zip(arrays["table_rows"], arrays["table_weights"], strict=True):
                 x = x.addcmul_(self.table(indices), weights.to(x.dtype).unsqueeze(1))
         if self.class_token is not None:
@@ -164,6 +168,18 @@ class StoredTable(Table):
         self.stored: tuple[int, ...] = (shape.hidden_size,) if num_rows == 1 else (num_rows, shape.hidden_size)
         if shape.is_batched:
             self.stored = (1, num_rows, shape.hidden_size)
+        self.is_resized = shape.table is not None and shape.table.kind == "resized"
+
+    def resized(self, grids: Sequence[Grid], order: torch.Tensor | None) -> torch.Tensor:
+        """A vector for each patch of some views. Computed in float32, as in training."""
+        side = math.isqrt(len(self.weight))
+        table = self.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+        found = {
+            size: F.interpolate(table, size, mode="bilinear", antialias=True).flatten(2)[0].t()
+            for size in {(rows, cols) for _, rows, cols in grids}
+        }
+        all_of = torch.cat([found[rows, cols] for frames, rows, cols in grids for _ in range(frames)])
+        return (all_of if order is None else all_of.index_select(0, order)).to(self.weight.dtype)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         for name, target in super().weight_targets():

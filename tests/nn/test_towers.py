@@ -83,6 +83,15 @@ def test_the_kernels_of_a_gpu_give_the_same_rows(family: str, checkpoints: Any) 
 
 
 @pytest.mark.parametrize("family", TOWERS)
+def test_a_tower_reads_no_value_of_the_device(family: str, checkpoints: Any) -> None:
+    """Tensors of the meta device have none."""
+    folder, info = checkpoints(family)
+    images = pictures(info, *SIZES)
+    rows = run_tower(load_sighted(folder, info, device="meta"), images)
+    assert [len(each) for each in rows] == [image.num_tokens for image in images]
+
+
+@pytest.mark.parametrize("family", TOWERS)
 def test_a_picture_gives_the_same_rows_alone_and_packed_with_others(family: str, checkpoints: Any) -> None:
     folder, info = checkpoints(family)
     model = load_sighted(folder, info, torch.float64)

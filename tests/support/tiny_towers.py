@@ -17,6 +17,7 @@ from slipstream.images.pixels import PreparedImage, prepare
 from slipstream.nn.context import AttentionBackend
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import as_stored
+from slipstream.nn.load import lay_out as lay_out_model
 from slipstream.nn.sdpa import SdpaAttention
 from slipstream.nn.towers.layout import ImageViews, lay_out
 from tiny_saved import save_model
@@ -127,11 +128,12 @@ def pictures(info: ImageInfo, *sizes: tuple[int, int]) -> list[PreparedImage]:
     return [prepare(picture(*size, number), info, len(sizes), 10**8) for number, size in enumerate(sizes)]
 
 
-def load_sighted(folder: Path, images: ImageInfo, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_sighted(folder: Path, images: ImageInfo, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    """On the meta device it has no values."""
     info = as_stored(read_model_info(folder), folder)
     name = str(dtype).removeprefix("torch.")
     config = ModelConfig(info, str(folder), "tiny", "safetensors", name, True, 4096, 0, images=images)
-    model = load_model(config, torch.device("cpu"))
+    model = (lay_out_model if device == "meta" else load_model)(config, torch.device(device))
     assert isinstance(model, Decoder)
     return model
 
@@ -144,8 +146,9 @@ def run_tower(
     assert tower is not None
     layout = lay_out(tower.shape, [ImageViews(image.grids, image.tiles, image.height, image.width) for image in images])
     assert layout.num_rows == tuple(image.num_tokens for image in images)
-    patches = torch.from_numpy(np.concatenate([image.patches for image in images]))
-    arrays = {name: torch.from_numpy(array) for name, array in layout.arrays.items()}
+    device = tower.patch.scale.device
+    patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(device)
+    arrays = {name: torch.from_numpy(array).to(device) for name, array in layout.arrays.items()}
     attention = attention or SdpaAttention((), next(tower.layers.parameters()).dtype)
     with torch.inference_mode():
         return list(tower(patches, layout, arrays, attention).split(layout.num_rows))

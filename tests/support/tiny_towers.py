@@ -78,6 +78,11 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "llama"}, _SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 3},
         {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
     ),
+    "llava_onevision": (
+        {"model_type": "qwen2"}, _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        _PROJECTED
+        | {"image_grid_pinpoints": [[high, wide] for high in (56, 112, 224) for wide in (56, 112, 224, 336)]},
+    ),
     "internvl": (
         {"model_type": "qwen2"}, _SIGLIP | {"image_size": [56, 56], "patch_size": [14, 14]}, {"downsample_ratio": 0.5},
     ),
@@ -182,6 +187,11 @@ def library_inputs(images: list[PreparedImage], info: ImageInfo) -> dict[str, to
             cut = part.reshape(rows, cols, 3, info.patch, info.patch).transpose(2, 0, 3, 1, 4)
             pixels = cut.reshape(3, rows * info.patch, cols * info.patch).astype(np.float32)
             views.append((pixels * np.float32(info.rescale) - mean) / std)
+    if info.family == "llava_onevision":
+        pixels = torch.from_numpy(np.stack(views))
+        pixels = pixels[None] if len(images) == 1 else pixels[:, None]
+        sizes = torch.tensor([[image.height, image.width] for image in images])
+        return {"pixel_values": pixels, "image_sizes": sizes, "batch_num_images": torch.tensor([len(images)])}
     if info.family in ("idefics3", "smolvlm"):
         return {"pixel_values": torch.from_numpy(np.stack(views))[None]}
     high, wide = (max(view.shape[axis] for view in views) for axis in (1, 2))

@@ -53,6 +53,7 @@ OF_MODEL_TYPE = {
     "llava": "LlavaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",

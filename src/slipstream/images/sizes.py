@@ -95,6 +95,8 @@ def lay_out(info: ImageInfo, height: int, width: int, num_images: int = 1) -> Im
                 views.append(View((tile,)))
         case PinpointSize() as pinpoint:
             views, extra = _pinpoint(pinpoint, height, width, num_images, info.patch)
+            if len(views) > 1:
+                tiles = (views[1].final[0] // pinpoint.tile, views[1].final[1] // pinpoint.tile)
         case SmartTiledSize(side, least, most, has_whole, area, smart):
             views = [View((smart_size(smart, height, width),))]
             bars = [max(info.patch, round(each / smart.factor) * smart.factor) for each in (height, width)]

@@ -237,7 +237,7 @@ DECODER_ENDINGS = (
 MULTIMODAL = {
     **{
         f"{name}ForConditionalGeneration": Family(nested_text_shape, vision_text_rules)
-        for name in ("Mistral3", "Llava", "Idefics3", "SmolVLM", "InternVL")
+        for name in ("Mistral3", "Llava", "Idefics3", "SmolVLM", "InternVL", "LlavaOnevision")
     },
     "Lfm2VlForConditionalGeneration": Family(lfm2_shape, lfm2_vl_rules),
     "Qwen2VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),

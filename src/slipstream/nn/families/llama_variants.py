@@ -291,7 +291,14 @@ _TEXT_SHAPES = {
     "mistral": mistral_shape, "ministral": ministral_shape, "ministral3": ministral3_shape, "llama": llama_shape,
     "qwen2": qwen2_shape, "qwen3": qwen3_shape,
 }  # fmt: skip
-_USUAL_TEXT = {"mistral3": "mistral", "llava": "llama", "idefics3": "llama", "smolvlm": "llama", "internvl": "qwen2"}
+_USUAL_TEXT = {
+    "mistral3": "mistral",
+    "llava": "llama",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "internvl": "qwen2",
+    "llava_onevision": "qwen2",
+}
 
 
 def nested_text_shape(info: ModelInfo) -> DecoderShape:
@@ -309,6 +316,7 @@ _ROOTS = ("model.language_model", "language_model.model", "model.text_model", "m
 
 def vision_text_rules(shape: DecoderShape, others: Mapping[str, str | None] | None = None) -> Rules:
     """Rules of the text part, in the names of older and newer releases; tensors for images are left out."""
-    pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in _PARTS}
+    parts = (*(f"{part}.*" for part in _PARTS), "image_newline")
+    pictures = {f"{root}{part}": None for root in ("", "model.") for part in parts}
     head = {"language_model.lm_head.{kind}": None if shape.tied or shape.headless else "head.{kind}"}
     return Rules(pictures | head) | llama_rules(shape, others, _ROOTS)

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from slipstream.base.errors import BadCheckpoint, UnsupportedModel
-from slipstream.checkpoint.image_info import ImageInfo
+from slipstream.checkpoint.image_info import ImageInfo, PinpointSize
 from slipstream.checkpoint.model_info import ModelInfo
 from slipstream.nn.shapes import AttentionShape, MlpShape, NormShape
 from slipstream.nn.towers.shapes import (
     AxialRope,
+    JoinedTiles,
     JoinPatches,
     MeanPatches,
     PatchShape,
@@ -277,12 +280,12 @@ def _internvl(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> Tow
         vision, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
         hidden_act="gelu", image_size=448, patch_size=14,
     )  # fmt: skip
-    facts = (
+    choices = (
         vision.get("use_qk_norm", False), vision.get("norm_type", "layer_norm"), vision.get("use_mean_pooling", True),
         vision.get("use_absolute_position_embeddings", True),
         info.extra.get("vision_feature_layer", -1), info.extra.get("vision_feature_select_strategy", "default"),
     )  # fmt: skip
-    if facts != (False, "layer_norm", True, True, -1, "default"):
+    if choices != (False, "layer_norm", True, True, -1, "default"):
         raise UnsupportedModel(
             f"{info.architecture} has a tower with norms of queries and keys, RMS norms, a last norm, no positions, or "
             "another layer than its last one; only that of InternViT-300M runs"
@@ -389,6 +392,13 @@ def _llava(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerS
     )
 
 
+def _llava_onevision(info: ModelInfo, images: ImageInfo, vision: dict[str, Any]) -> TowerShape:
+    extra = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} | info.extra
+    shape = _llava(msgspec.structs.replace(info, extra=extra), images, {"model_type": "siglip_vision_model"} | vision)
+    assert isinstance(images.size, PinpointSize)
+    return replace(shape, tiles=JoinedTiles(images.size.most))
+
+
 _SIGLIP_BLOCKS: dict[str, str | None] = {
     "tower.embeddings.patch_embedding.{kind}": "patch.{kind}",
     "tower.embeddings.position_embedding.weight": "table.weight",
@@ -462,6 +472,7 @@ _LFM2_NAMES: dict[str, str | None] = {
     "multi_modal_projector.layer_norm.{kind}": "projector.norm.{kind}",
     **_UP_AND_DOWN,
 }
+_ONEVISION_NAMES = {"image_newline": "newline.weight", **_LLAVA_NAMES}
 
 _VISUAL = ("visual.",)
 _TOWER = ("vision_tower.vision_model.", "vision_tower.")
@@ -480,6 +491,7 @@ _FAMILIES = {
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "llava": TowerFamily(_llava, _LLAVA_NAMES, _TOWER),
+    "llava_onevision": TowerFamily(_llava_onevision, _ONEVISION_NAMES, _TOWER),
     "internvl": TowerFamily(_internvl, _INTERNVL_NAMES, _TOWER),
     "lfm2_vl": TowerFamily(_lfm2_vl, _LFM2_NAMES, _TOWER),
 }

@@ -6,15 +6,17 @@ window too. Attention does not depend on the order, and each later step is a vie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.nn.towers.shapes import PositionTable, TowerShape
+from slipstream.nn.towers.shapes import JoinedTiles, PositionTable, TowerShape
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches of one view
 
@@ -50,6 +52,8 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
         int64: where each patch is among them; absent without class tokens
     starts [segments + 1] int32; window_starts likewise, absent without windows
     outputs [M] int64: where each row of the output is among those computed; absent: they are in order
+    joined_rows [4, M] int64, joined_weights [4, M] float32: of which computed rows, or of the learned one behind them,
+        each row of the output is a sum; absent unless tiles are joined
     """
     views = [grid for image in images for grid in image.grids]
     parts = [_lay_out_view(shape, grid) for grid in views]
@@ -75,6 +79,13 @@ def lay_out(shape: TowerShape, images: Sequence[ImageViews]) -> TowerLayout:
         arrays["table_weights"] = np.concatenate([part.table_weights for part in parts], 1)
     unit = shape.merge**2
     num_rows = tuple(sum(frames * rows * cols // unit for frames, rows, cols in image.grids) for image in images)
+    if shape.tiles is not None:
+        joined = [_join_tiles(shape.tiles, shape, image) for image in images]
+        *before, learned = accumulate((0, *num_rows))
+        shifted = [np.where(rows < 0, learned, rows + first) for (rows, _), first in zip(joined, before, strict=True)]
+        arrays["joined_rows"] = np.concatenate(shifted, 1)
+        arrays["joined_weights"] = np.concatenate([weights for _, weights in joined], 1)
+        num_rows = tuple(rows.shape[1] for rows, _ in joined)
     return TowerLayout(tuple(views), num_patches, num_rows, segments, windows, arrays)
 
 
@@ -141,6 +152,51 @@ def _axis_taps(
     at = index.astype(np.float32) * np.float32(table.side - 1) / np.float32(max(size - 1, 1))
     low = np.floor(at)
     taps = np.stack([low, low + 1]).astype(np.int64).clip(0, table.side - 1)
+    return taps, np.stack([low + 1 - at, at - low])
+
+
+def _join_tiles(
+    tiles: JoinedTiles, shape: TowerShape, image: ImageViews
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Of each row of a picture's output: the rows of its views of which it is a sum, -1: the learned one; and their
+    weights, each [4, rows]. Sizes as in `images/sizes.py`."""
+    _, high, wide = image.grids[0]
+    side = high // shape.merge
+    assert high == wide and shape.merge == 1, f"views of {high} x {wide} patches"
+    whole = np.zeros((4, side * side), np.int64)
+    whole[0] = np.arange(side * side)
+    found = [(whole, np.eye(4, 1, dtype=np.float32) * np.ones(side * side, np.float32))]
+    end = (np.full((4, 1), -1), np.eye(4, 1, dtype=np.float32))
+    if len(image.grids) == 1:
+        found.append(end)
+    else:
+        down, across = image.tiles
+        grid = np.arange(1, down * across + 1).reshape(down, 1, across, 1) * side * side
+        grid = (grid + np.arange(side)[:, None, None] * side + np.arange(side)).reshape(down * side, across * side)
+        rows, cols = grid.shape
+        if image.width / image.height > cols / rows:
+            padding = (rows - int(round(image.height * (cols / image.width), 7))) // 2
+            grid = grid[padding : rows - padding]
+        else:
+            padding = (cols - int(round(image.width * (rows / image.height), 7))) // 2
+            grid = grid[:, padding : cols - padding]
+        ratio = math.sqrt(grid.size / (tiles.most * side * side))
+        sizes = (int(grid.shape[0] // ratio), int(grid.shape[1] // ratio)) if ratio > 1.1 else grid.shape
+        (below, below_weights), (right, right_weights) = map(_shrunk_taps, grid.shape, sizes)
+        inner = grid[below[:, None, :, None], right[None, :, None, :]].reshape(4, *sizes)
+        weights = (below_weights[:, None, :, None] * right_weights[None, :, None, :]).reshape(4, *sizes)
+        ends = [np.broadcast_to(each[:, None], (4, sizes[0], 1)) for each in end]
+        ended = (np.concatenate(pair, 2).reshape(4, -1) for pair in zip((inner, weights), ends, strict=True))
+        found.append((next(ended), next(ended)))
+    return np.concatenate([rows for rows, _ in found], 1), np.concatenate([weights for _, weights in found], 1)
+
+
+def _shrunk_taps(size: int, shrunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Two taps for each index of an axis that is resized without antialiasing, computed in float32."""
+    at = (np.arange(shrunk, dtype=np.float32) + np.float32(0.5)) * np.float32(size / shrunk) - np.float32(0.5)
+    at = at.clip(0)
+    low = np.floor(at)
+    taps = np.stack([low, low + 1]).astype(np.int64).clip(0, size - 1)
     return taps, np.stack([low + 1 - at, at - low])
 
 

@@ -93,6 +93,14 @@ class Tap:
     projector: tuple[Step, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedTiles:
+    """The first view is the whole picture. The rows of its tiles become one grid without the padding of the picture,
+    shrunk if it is large, and a learned row ends each line (LLaVA-OneVision)."""
+
+    most: int  # tiles whose rows are not shrunk
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerShape:
     hidden_size: int
@@ -114,6 +122,7 @@ class TowerShape:
     window: int = 0  # side, in rows of the output, of the square that a layer sees; 0: all layers see all
     full_layers: tuple[int, ...] = ()  # with a window: the layers that see all
     taps: tuple[Tap, ...] = ()
+    tiles: JoinedTiles | None = None
     transposed: tuple[str, ...] = ()  # endings of names of weights that the checkpoint stores as [inputs, outputs]
 
     @property

@@ -40,8 +40,9 @@ class Tower(nn.Module):
             self.patch = PatchEmbedding(shape.patch, shape.hidden_size, format_of("tower.patch"), dtype)
             self.table: StoredTable | None = None
             if shape.table is not None:
-                self.table = StoredTable(shape.table.side**2 + shape.class_token, shape, dtype)
-            self.class_token = StoredTable(1, shape, dtype) if shape.class_token else None
+                self.table = StoredTable(shape.table.side**2 + shape.class_token, shape.hidden_size, shape, dtype)
+            self.class_token = StoredTable(1, shape.hidden_size, shape, dtype) if shape.class_token else None
+            self.newline = None if shape.tiles is None else StoredTable(1, shape.output_size, shape, dtype)
             self.first_norm = None
             if shape.first_norm is not None:
                 self.first_norm = new_norm(shape.hidden_size, shape.first_norm, dtype)
@@ -102,6 +103,11 @@ class Tower(nn.Module):
         if self.class_token is not None:
             x = x.index_select(0, arrays["patches"])
         rows = torch.stack([self.projector(x), *(found[number] for number in sorted(taps))], 1)
+        if self.newline is not None:
+            rows = torch.cat([rows, self.newline.weight.unsqueeze(1)])
+            pairs = zip(arrays["joined_rows"], arrays["joined_weights"], strict=True)
+            terms = [rows.index_select(0, own) * weights.to(x.dtype)[:, None, None] for own, weights in pairs]
+            rows = torch.stack(terms).sum(0)
         outputs = arrays.get("outputs")
         return rows if outputs is None else rows.index_select(0, outputs)
 
@@ -163,11 +169,11 @@ class PatchEmbedding(Linear):
 class StoredTable(Table):
     """A table that may have a leading dimension of 1 in the checkpoint; that of one row has no dimension of rows."""
 
-    def __init__(self, num_rows: int, shape: TowerShape, dtype: torch.dtype) -> None:
-        super().__init__(num_rows, shape.hidden_size, dtype)
-        self.stored: tuple[int, ...] = (shape.hidden_size,) if num_rows == 1 else (num_rows, shape.hidden_size)
+    def __init__(self, num_rows: int, size: int, shape: TowerShape, dtype: torch.dtype) -> None:
+        super().__init__(num_rows, size, dtype)
+        self.stored: tuple[int, ...] = (size,) if num_rows == 1 else (num_rows, size)
         if shape.is_batched:
-            self.stored = (1, num_rows, shape.hidden_size)
+            self.stored = (1, num_rows, size)
         self.is_resized = shape.table is not None and shape.table.kind == "resized"
 
     def resized(self, grids: Sequence[Grid], order: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from slipstream.base.errors import EngineDead, InvalidPrompt, QueueFull, UserErr
 from slipstream.contracts.messages import Abort, Submit
 from slipstream.contracts.request import FinishReason
 from slipstream.contracts.step import StepResult
+from slipstream.engine.core import EngineCore
 from slipstream.params.pooling import PoolingParams
 from slipstream.params.sampling import SamplingParams
 
@@ -182,6 +186,20 @@ def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(de
         while core.has_requests():
             core.step()
     assert most == depth + 2  # as many as there are buffers
+
+
+@pytest.mark.parametrize(("readers_wait", "num_rows"), [(True, 1), (False, 3)])
+def test_steps_of_whole_prompts_are_short_only_while_tokens_of_others_are_read(monkeypatch, readers_wait, num_rows):
+    config, plans = scripted_core(depth=1).config, []
+    config.scheduler = msgspec.structs.replace(config.scheduler, is_encoder=True, chunked_prefill=False)
+    handle = SimpleNamespace(has_no_result=False, interval=None, done=lambda: False)
+    core = EngineCore(config, SimpleNamespace(launch=plans.append, finish=lambda late: handle))
+    monkeypatch.setattr(core.pace, "max_num_tokens", lambda: 20)
+    for name in "abc":
+        core.submit(Submit(name, [1] * 16, PoolingParams(task="embed"), 0.0))
+    core.readers_wait = readers_wait
+    core.step()
+    assert [len(plan.rows) for plan in plans] == [num_rows]
 
 
 class SilentHandle:

@@ -98,8 +98,7 @@ def test_a_long_step_of_one_is_paid_back():
 def test_a_step_of_prompts_is_short_while_others_read_along():
     """`max_itl` limits the other lane's steps by its own lane's token times, until no reader is left."""
     chat, embed = FakeCore(0.001, 3), FakeCore(0.001, 8, whole=True)
-    embed.pace = SimpleNamespace(max_num_tokens=lambda: 77)
-    embed.scheduler = EncoderScheduler(
+    scheduler = EncoderScheduler(
         SchedulerConfig(
             max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512, max_waiting=9, chunked_prefill=False,
             depth=1, seed=0, staged_ints=0, is_encoder=True,
@@ -110,7 +109,8 @@ def test_a_step_of_prompts_is_short_while_others_read_along():
         before, readers_wait = embed.num_steps, chat.has_requests()
         lanes.step()
         if embed.num_steps > before:
-            seen.append((readers_wait, embed.scheduler.max_num_tokens))
+            scheduler.limit_tokens(77, readers_wait=embed.readers_wait)
+            seen.append((readers_wait, scheduler.max_num_tokens))
     assert (True, 77) in seen and seen[-1] == (False, None)
     assert set(seen) == {(True, 77), (False, None)}
 

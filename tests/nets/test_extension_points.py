@@ -30,6 +30,7 @@ STEP_ORDER = {
         base.errors config.config contracts.messages contracts.request contracts.step engine.pacing handoff.client
         params.pooling params.sampling record.device_timing record.recorder record.step_log scheduler.adapters
         scheduler.cache.manager scheduler.encoder_scheduler scheduler.grammar.constraints scheduler.scheduler
+        scheduler.step_scheduler
     """,
 }
 
@@ -76,6 +77,11 @@ def outside_of_their_package(graph: Graph) -> list[str]:
                 imported = {name for name in graph[file] if f"{name}.".startswith(f"{package}.") and name in files}
                 found += [f"{file}: {name}" for name in sorted(imported - allowed)]
     return found
+
+
+def test_only_the_core_that_makes_a_scheduler_knows_its_kind(graph: Graph) -> None:
+    kinds = {"scheduler.scheduler", "scheduler.encoder_scheduler"}
+    assert [name for name, found in graph.items() if found & kinds] == ["engine.core"]
 
 
 def test_the_order_of_a_step_names_no_feature(graph: Graph) -> None:

@@ -343,12 +343,12 @@ class StatLoggers:
     def record(self) -> None:
         if not self.loggers:
             return
-        scheduler: Any = self._core.scheduler
-        cache: Any = getattr(scheduler, "cache", None)  # encoders have none
+        scheduler = self._core.scheduler
+        cache = scheduler.cache
         now = {
             "prompt": sum(each.prompt_tokens for each in self._stats.values()),
             "generation": sum(each.generated_tokens for each in self._stats.values()),
-            "preempted": getattr(scheduler, "num_preemptions", 0),
+            "preempted": scheduler.num_preemptions,
             "queries": 0 if cache is None else cache.num_queries,
             "hits": 0 if cache is None else cache.num_hits,
         }

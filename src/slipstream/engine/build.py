@@ -67,7 +67,6 @@ from slipstream.scheduler.cache.pages import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.request_processors import find_classes, make_processors
-from slipstream.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +139,8 @@ def build_core(
     core = EngineCore(config, half.executor, constraints, adapters, recorder, weights, half.peers, half.tier)
     core.memory = estimate_memory(config, opened.num_bytes).parts
     memory_tier = runner.find(PageTier)
-    if config.transfer is not None and memory_tier is not None and isinstance(core.scheduler, Scheduler):
-        assert core.scheduler.cache.tier is not None, "engines that exchange pages have a second tier"
-        tier = core.scheduler.cache.tier
+    if config.transfer is not None and memory_tier is not None and (cache := core.scheduler.cache) is not None:
+        assert (tier := cache.tier) is not None, "engines that exchange pages have a second tier"
         core.join_handoff(Handoff(config, config.transfer, tier, memory_tier, half.movers, half.secret))
     return core
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from slipstream.base.errors import EngineDead, SlipstreamError
 from slipstream.config.config import EngineConfig
@@ -23,8 +23,7 @@ from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderRequest, EncoderScheduler
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.scheduler import Scheduler
-
-R = TypeVar("R")
+from slipstream.scheduler.step_scheduler import StepScheduler
 
 PROMPTS_PER_STEP = 8  # of a source, taken with each step, so that rows that finish together can be filled at once
 
@@ -49,9 +48,11 @@ class EngineCore:
         self.adapters = adapters
         self._background: list[Background] = [each for each in (constraints, adapters) if each is not None]
         self.depth = config.scheduler.depth
-        self.scheduler: Scheduler | EncoderScheduler
+        self.scheduler: StepScheduler[Any]
+        self._make_requests: Callable[[Submit, EngineConfig, int], object] = requests_of
         if config.scheduler.is_encoder:
             self.scheduler = EncoderScheduler(config.scheduler, adapters)
+            self._make_requests = encoder_request
         else:
             drafts = config.scheduler.drafts
             cache = CacheManager(config.cache, 0 if drafts is None else drafts.num_drafts)
@@ -67,7 +68,8 @@ class EngineCore:
         self._headless: StepPlan | None = None  # its forward is launched; its head waits for masks
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
-        if isinstance(self.scheduler, Scheduler) and self.scheduler.drafts.length is not None:
+        self.readers_wait = False  # whether tokens of other models are read, whose steps wait for those of this one
+        if self.scheduler.drafts is not None and self.scheduler.drafts.length is not None:
             self.pace.on_decode = self.scheduler.drafts.length.measure
         self._causes: deque[str] = deque()  # causes of the device's idle gaps before the steps in flight
         self._untimed: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
@@ -87,7 +89,7 @@ class EngineCore:
         number = self._num_submitted
         for index, message in enumerate(messages):
             try:
-                self._submit(message)
+                self.scheduler.submit(self._requests(message))
             except Exception as error:
                 for taken in reversed(messages[:index]):  # documents before their query
                     self.abort(Abort(taken.request_id))
@@ -99,15 +101,9 @@ class EngineCore:
                         raise named from None
                 raise
 
-    def _submit(self, message: Submit) -> None:
-        if isinstance(self.scheduler, EncoderScheduler):
-            self.scheduler.submit(encoder_request(message))
-        else:
-            self.scheduler.submit(self._requests(message))
-
-    def _requests(self, message: Submit) -> list[Request]:
+    def _requests(self, message: Submit) -> object:
         self._num_submitted += 1
-        return requests_of(message, self.config, self._num_submitted - 1)
+        return self._make_requests(message, self.config, self._num_submitted - 1)
 
     def feed(self, source: PromptSource) -> Callable[[], None]:
         """Takes the prompts of a call as steps have room for them, so that the first step does not wait for the last
@@ -115,10 +111,7 @@ class EngineCore:
         self._check_alive()
         scheduler = self.scheduler
         is_lazy = source.has_one_priority and scheduler.may_wait_for_prompts
-        if isinstance(scheduler, EncoderScheduler):
-            close = scheduler.sources.add(_Requests(source, encoder_request, self.timer), is_lazy=is_lazy)
-        else:
-            close = scheduler.sources.add(_Requests(source, self._requests, self.timer), is_lazy=is_lazy)
+        close = scheduler.sources.add(_Requests(source, self._requests, self.timer), is_lazy=is_lazy)
 
         def stop() -> None:
             close()
@@ -212,10 +205,8 @@ class EngineCore:
                 return self._commit()
             self._wait_until_due()
             return self.scheduler.take_failures()
-        outputs: list[Output] = []
-        if isinstance(self.scheduler, Scheduler):
-            outputs += self.scheduler.advance_grammars(wait=False)
-            self.scheduler.max_num_tokens = self.pace.max_num_tokens()
+        outputs = self.scheduler.advance_grammars(wait=False)
+        self.scheduler.limit_tokens(self.pace.max_num_tokens(), readers_wait=self.readers_wait)
         plan = self.scheduler.plan()
         if self._headless is not None:
             outputs += self._finish_headless()
@@ -269,7 +260,7 @@ class EngineCore:
     def _finish_headless(self) -> list[Output]:
         """Launch the head of the step that waits for masks."""
         plan, self._headless = self._headless, None
-        assert plan is not None and self.constraints is not None and isinstance(self.scheduler, Scheduler)
+        assert plan is not None and self.constraints is not None
         outputs = self.scheduler.advance_grammars(wait=True)
         late = self.constraints.late()
         if late.sit_out is not None:
@@ -327,14 +318,15 @@ class EngineCore:
 
     def _store_if_idle(self) -> None:
         """Stores free pages in the second tier, if no next plan will: there are no requests."""
-        if self.tier is not None and isinstance(self.scheduler, Scheduler) and not self.has_requests():
-            while (plan := self.scheduler.cache.take_tier_plan()) is not None:
+        cache = self.scheduler.cache
+        if self.tier is not None and cache is not None and not self.has_requests():
+            while (plan := cache.take_tier_plan()) is not None:
                 self.tier.copy(plan)
 
     def join_handoff(self, handoff: Handoff) -> None:
         """From now on exchange pages with other engines."""
         self.handoff = handoff
-        if handoff.imports is not None and isinstance(self.scheduler, Scheduler):
+        if handoff.imports is not None and self.scheduler.cache is not None:
             self.scheduler.cache.imports = handoff.imports
             self._background.append(handoff.imports)
 
@@ -356,17 +348,17 @@ class EngineCore:
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
 
 
-class _Requests(Generic[R]):
+class _Requests:
     """The prompts of a source as requests of a scheduler. The time to take them does not count as the core's."""
 
-    def __init__(self, source: PromptSource, make: Callable[[Submit], R], timer: DeviceTimer) -> None:
+    def __init__(self, source: PromptSource, make: Callable[[Submit], object], timer: DeviceTimer) -> None:
         self._source = source
         self._make = make
         self._timer = timer
         self.is_ready = source.is_ready
         self.fail = source.fail
 
-    def take(self, limit: int) -> list[R]:
+    def take(self, limit: int) -> list[object]:
         self._timer.leave(has_requests=True)
         messages = self._source.take(limit)
         self._timer.enter()
@@ -376,7 +368,7 @@ class _Requests(Generic[R]):
 # Makes scheduler requests from Submit messages: applies defaults and derives seeds.
 
 
-def encoder_request(message: Submit) -> EncoderRequest:
+def encoder_request(message: Submit, config: EngineConfig, number: int) -> EncoderRequest:
     """For an encoder, which computes whole prompts."""
     params = message.params
     assert isinstance(params, PoolingParams) and params.task is not None, "inputs refuse what this model cannot do"

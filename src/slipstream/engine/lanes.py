@@ -17,8 +17,6 @@ from slipstream.contracts.messages import Abort, Output, PromptSource, Submit
 from slipstream.contracts.step import WeightUpdate
 from slipstream.engine.core import EngineCore
 from slipstream.metrics.stats import LaneStats
-from slipstream.scheduler.encoder_scheduler import EncoderScheduler
-from slipstream.scheduler.scheduler import Scheduler
 
 GENERATING, POOLING = 2.0, 1.0
 """Weights of lanes."""
@@ -70,8 +68,8 @@ class Lanes:
     def reset_prefix_cache(self) -> None:
         """Clears the prefix caches of all models; encoders have none. Between two steps only."""
         for core in self.cores.values():
-            if (cache := getattr(core.scheduler, "cache", None)) is not None:
-                cache.reset()
+            if core.scheduler.cache is not None:
+                core.scheduler.cache.reset()
 
     def keeps_query(self, request_id: str) -> bool:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
@@ -98,10 +96,8 @@ class Lanes:
         if lane is None:
             return []
         self.sleeper.check_awake(lane.name)
-        scheduler = lane.core.scheduler
-        if isinstance(scheduler, EncoderScheduler):
-            readers_wait = any(other.worked and not other.is_encoder for other in self._lanes.values())
-            scheduler.max_num_tokens = lane.core.pace.max_num_tokens() if readers_wait else None
+        if len(self._lanes) > 1:
+            lane.core.readers_wait = any(other.worked and not other.is_encoder for other in self._lanes.values())
         try:
             return lane.step()
         except BaseException as error:
@@ -115,8 +111,7 @@ class Lanes:
 
     def take_begun(self) -> list[str]:
         """Generation requests that the last step admitted for the first time."""
-        schedulers = [core.scheduler for core in self.cores.values()]
-        return [name for each in schedulers if isinstance(each, Scheduler) for name in each.take_begun()]
+        return [name for core in self.cores.values() for name in core.scheduler.take_begun()]
 
     def check(self) -> None:
         """Assert every invariant of every lane. For tests and at the end of a process."""
@@ -297,8 +292,8 @@ class Sleeper:
 def _pause(core: EngineCore) -> list[Output]:
     """Complete the steps in flight, preempt all running requests and reset the prefix cache."""
     outputs = core.drain()
-    if isinstance(core.scheduler, Scheduler):
-        core.scheduler.preempt_all()
+    core.scheduler.preempt_all()
+    if core.scheduler.cache is not None:
         core.scheduler.cache.reset()
     return outputs
 
@@ -308,9 +303,9 @@ def _pause(core: EngineCore) -> list[Output]:
 
 def lane_stats(name: str, core: EngineCore) -> LaneStats:
     scheduler, time = core.scheduler, core.timer.total
-    cache = getattr(scheduler, "cache", None)  # encoders have none
+    cache = scheduler.cache
     tier = None if cache is None else cache.tier
-    drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
+    drafts = None if scheduler.drafts is None else scheduler.drafts.counts
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
     adapters = scheduler.adapters
     running, waiting = ((), ()) if adapters is None else adapters.names()
@@ -319,7 +314,7 @@ def lane_stats(name: str, core: EngineCore) -> LaneStats:
         num_steps=core.num_steps,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
-        num_preemptions=getattr(scheduler, "num_preemptions", 0),
+        num_preemptions=scheduler.num_preemptions,
         num_free_pages=0 if pool is None else pool.num_free,
         num_pages=0 if pool is None else pool.num_usable,
         page_size=0 if cache is None else cache.page_size,

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from slipstream.contracts.step import Ints, StepPlan, StepResult
-from slipstream.scheduler.encoder_scheduler import EncoderScheduler
-from slipstream.scheduler.scheduler import Scheduler
+from slipstream.scheduler.step_scheduler import StepScheduler
 
 MAX_STEPS = 1 << 15
 
@@ -27,7 +26,7 @@ class LoggedCore(Protocol):
     step_log: LaneLog | None
 
     @property
-    def scheduler(self) -> Scheduler | EncoderScheduler: ...
+    def scheduler(self) -> StepScheduler[Any]: ...
     @property
     def num_untimed(self) -> int: ...
     @property
@@ -84,7 +83,7 @@ class LaneLog:
         self._log = log
         self._index = index
         self._scheduler = core.scheduler
-        cache = getattr(core.scheduler, "cache", None)
+        cache = core.scheduler.cache
         self._pool = cache.groups[0].pool if cache is not None and cache.groups else None
         self._clock = clock
         self._pending: deque[tuple[float, float, int, int, int, int]] = deque()

@@ -23,8 +23,9 @@ from slipstream.params.lora import LoRARequest
 from slipstream.params.pooling import PoolingParams
 from slipstream.scheduler.adapters import Adapters, check_adapter
 from slipstream.scheduler.outputs import lost_query, pool_failure, pooled_output, refusal
-from slipstream.scheduler.query_registry import QueryRegistry, check_length
-from slipstream.scheduler.waiting import FairQueue, PromptSources
+from slipstream.scheduler.query_registry import check_length
+from slipstream.scheduler.step_scheduler import StepScheduler
+from slipstream.scheduler.waiting import FairQueue
 
 MIN_HALF_TOKENS = 512
 """Tokens from which a step is about as efficient per token as a larger one."""
@@ -32,22 +33,16 @@ MIN_HALF_TOKENS = 512
 MAX_TAKEN = 16  # prompts of a source that are taken at once; those that do not fit wait for the next step
 
 
-class EncoderScheduler:
+class EncoderScheduler(StepScheduler["EncoderRequest"]):
     def __init__(self, config: SchedulerConfig, adapters: Adapters[EncoderRequest] | None = None) -> None:
         """`adapters`: required for LoRA adapters."""
         assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
-        self.config = config
-        self.adapters = adapters
-        self.max_num_tokens: int | None = None  # of a step while other lanes wait for the device; None: no limit
         self._live: dict[str, EncoderRequest] = {}  # by id: requests that have not ended
+        super().__init__(config, adapters, self._live)
         self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they are reached
-        self.sources: PromptSources[EncoderRequest] = PromptSources(self.submit, self._live)
         self._num_waiting = 0  # requests that are not done
         self._tokens_waiting = 0  # tokens of these requests
         self._in_flight: deque[list[EncoderRequest]] = deque()
-        self._queries: QueryRegistry[EncoderRequest] = QueryRegistry(config.max_kept)
-        self._failures: list[Output] = []
-        self._next_step = 0
 
     @property
     def num_running(self) -> int:
@@ -59,28 +54,19 @@ class EncoderScheduler:
 
     @property
     def num_live(self) -> int:
-        """Number of requests that have not ended."""
         return len(self._live)
 
     @property
     def may_wait_for_prompts(self) -> bool:
-        """Whether prompts of one priority may be submitted as late as the steps allow."""
         return True
 
     def has_requests(self) -> bool:
-        """Whether there is anything to plan, to commit or to report. Prompts of `sources` do not count."""
         return bool(self._num_waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
-        """Whether this request has not ended."""
         return request_id in self._live
 
-    def keeps_query(self, request_id: str) -> bool:
-        """Whether the device still stores the query of this request, which may have ended."""
-        return self._queries.is_kept(request_id)
-
     def submit(self, request: EncoderRequest) -> None:
-        """Raises an error at once if the request could never run."""
         if not 0 < request.num_tokens <= self.config.max_model_len:
             check_length(request.num_tokens, self.config.max_model_len, wants_output=False)
         if request.id in self._live:
@@ -116,7 +102,6 @@ class EncoderScheduler:
         level.push(request)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[EncoderRequest]:
-        """End a request in any state. Returns it in a list, if it had not ended yet."""
         request = self._live.get(request_id) if sample in (None, 0) else None
         if request is not None:
             if not request.is_launched:
@@ -134,6 +119,9 @@ class EncoderScheduler:
         self._tokens_waiting -= request.num_tokens
         if not self._num_waiting:
             self._levels.clear()  # only requests that are done are left there
+
+    def limit_tokens(self, limit: int | None, *, readers_wait: bool) -> None:
+        self.max_num_tokens = limit if readers_wait else None
 
     def plan(self) -> StepPlan | None:
         """A step of as many waiting requests as fit, in the queue's order. A smaller request does not overtake."""
@@ -243,7 +231,6 @@ class EncoderScheduler:
         return any(level.queues for level in self._levels.values())
 
     def commit(self, result: StepResult) -> list[Output]:
-        """Process the result of the oldest plan in flight."""
         assert self._in_flight, "a result came back while no plan is in flight"
         launched = self._in_flight.popleft()
         assert len(launched) == len(result.pooled), f"{len(launched)} requests launched, {len(result.pooled)} results"
@@ -257,15 +244,6 @@ class EncoderScheduler:
             )
         return outputs
 
-    def take_freed_queries(self) -> tuple[int, ...]:
-        """Stored queries that no request needs any more and that no plan has freed yet."""
-        return self._queries.take_freed()
-
-    def take_failures(self) -> list[Output]:
-        """Outputs of requests that ended without a step of their own."""
-        failures, self._failures = self._failures, []
-        return failures
-
     def _end(self, request: EncoderRequest) -> None:
         request.is_done = True
         if self.adapters is not None:
@@ -275,7 +253,6 @@ class EncoderScheduler:
             self._queries.end(request.params)
 
     def check(self) -> None:
-        """Assert every invariant. For tests."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
         waiting = [request for queue in queues for request in queue if not request.is_done]
         blocked = [request for request in self._live.values() if request.waits_for]

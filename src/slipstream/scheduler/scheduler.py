@@ -47,11 +47,15 @@ from slipstream.scheduler.outputs import (
 )
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.planners import Admitter, Budget, RunningPlanner
-from slipstream.scheduler.query_registry import QueryRegistry, admits_any_request, check_admissible
-from slipstream.scheduler.waiting import PromptSources, WaitingQueue
+from slipstream.scheduler.query_registry import admits_any_request, check_admissible
+from slipstream.scheduler.step_scheduler import StepScheduler
+from slipstream.scheduler.waiting import WaitingQueue
 
 
-class Scheduler:
+class Scheduler(StepScheduler[Sequence[Request]]):
+    cache: CacheManager
+    drafts: DraftPlanner
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -65,19 +69,15 @@ class Scheduler:
         assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
             "the longest prompt must fit one step"
         )
-        self.config = config
+        self._waiting = WaitingQueue(config.max_waiting)
+        super().__init__(config, adapters, self._waiting)
         self.cache = cache
         self.constraints = constraints
-        self.adapters = adapters
         self.images = images = None if image_config is None else ImageSlots(image_config)
-        self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.drafts = DraftPlanner(config, cache)
-        self._waiting = WaitingQueue(config.max_waiting)
-        self.sources: PromptSources[Sequence[Request]] = PromptSources(self.submit, self._waiting)
         self._row_allocator = RowAllocator(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
-        self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
         self._lifecycle = RequestLifecycle(
             cache, self._waiting, self._row_allocator, self._queries, constraints, adapters, images
         )
@@ -93,9 +93,7 @@ class Scheduler:
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
         self._running = RunningPlanner(config, cache, self._row_allocator, self._lifecycle, self.drafts, images)
-        self._failures: list[Output] = []
         self._next_number = 0
-        self._next_step = 0
 
     @property
     def num_running(self) -> int:
@@ -111,34 +109,23 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
-        """Number of request ids with a sample that has not ended."""
         return len(self._lifecycle.live)
 
     @property
     def may_wait_for_prompts(self) -> bool:
-        """Whether plans are the same however late prompts of one priority are submitted: no other request would go
-        before them, and none of them can be refused."""
+        """True if no other request would go before them, and none of them can be refused."""
         return not self._lifecycle.live and admits_any_request(self.config, self.cache)
 
     def has_requests(self) -> bool:
-        """Whether there is anything to plan, to commit or to report. Prompts of `sources` do not count."""
         return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
-        """Whether a sample of this request has not ended."""
         return request_id in self._lifecycle.live
-
-    def keeps_query(self, request_id: str) -> bool:
-        """Whether the device still stores the query of this request, which may have ended."""
-        return self._queries.is_kept(request_id)
 
     # Submitting and aborting
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submit the samples of one prompt, usually one. The first computes the prompt, the others share its pages.
-
-        Raises an error at once if the request could never run.
-        """
+        """The samples of one prompt, usually one. The first computes the prompt, the others share its pages."""
         leader = requests[0]
         if leader.id in self._lifecycle.live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
@@ -171,7 +158,6 @@ class Scheduler:
         return WaitFor.NOTHING
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
-        """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""
         aborted = [request for request in self._lifecycle.live.get(request_id, ()) if sample in (None, request.sample)]
         for request in aborted:
             self._lifecycle.finish(request)
@@ -184,7 +170,6 @@ class Scheduler:
     # Planning
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to compute before another result is committed."""
         self._admitter.begun.clear()
         constraints = self.constraints
         if constraints is not None and self._advancer is not None and constraints.is_waiting:
@@ -256,14 +241,12 @@ class Scheduler:
         return builder.pool_plan(params, queries, self.take_freed_queries())
 
     def preempt_all(self) -> None:
-        """Between two steps: release the rows and pages of all running requests."""
         for request in reversed(list(self._row_allocator.running)):
             self._running.preempt(request)
 
     # Committing
 
     def commit(self, result: StepResult) -> list[Output]:
-        """Process the result of the oldest plan in flight."""
         outputs = self.take_failures() + self.advance_grammars(wait=True)
         launched = self._in_flight.oldest()
         advancer = self._advancer if self.constraints is not None and self.constraints.num_live else None
@@ -275,30 +258,16 @@ class Scheduler:
         return outputs
 
     def advance_grammars(self, *, wait: bool) -> list[Output]:
-        """Outputs of grammars that threads have advanced since the last commit; none if they still run, unless `wait`
-        is set."""
         return [] if self._advancer is None else self._advancer.advance_deferred(wait=wait)
 
     def sit_out(self, step: int, requests: Sequence[Request]) -> None:
-        """These requests draw nothing in a launched step: their masks were late."""
         self._in_flight.sit_out(step, requests)
 
-    def take_freed_queries(self) -> tuple[int, ...]:
-        """Stored queries that no request needs any more and that no plan has freed yet."""
-        return self._queries.take_freed()
-
     def take_begun(self) -> list[str]:
-        """Generation requests that the last plan admitted for the first time. Each id is returned once."""
         begun, self._admitter.begun = self._admitter.begun, []
         return begun
 
-    def take_failures(self) -> list[Output]:
-        """Outputs of requests that ended without a step of their own."""
-        failures, self._failures = self._failures, []
-        return failures
-
     def check(self) -> None:
-        """Assert every invariant of scheduler and cache. For tests."""
         self.cache.check()
         live = [request for samples in self._lifecycle.live.values() for request in samples]
         self._in_flight.check(live)

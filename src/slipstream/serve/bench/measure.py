@@ -48,10 +48,9 @@ class DraftTrial(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, core: EngineCore) -> DraftTrial:
-        counts = getattr(core.scheduler, "drafts", None)
-        if counts is None:
+        if core.scheduler.drafts is None:
             return cls(0, 0, 0, [])
-        own = counts.counts
+        own = core.scheduler.drafts.counts
         return cls(own.num_rows, own.num_drafts, own.num_accepted, list(own.accepted_at))
 
     def since(self, before: DraftTrial) -> DraftTrial | None:

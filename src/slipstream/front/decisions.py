@@ -195,7 +195,8 @@ def _rendered(inputs: InputProcessor, messages: Sequence[Message]) -> str:
     template = None if inputs.tokenizer is None else inputs.tokenizer.chat_template()
     switch = reasoning_switch(template)
     rendered = inputs.render_chat(messages, chat_template_kwargs=None if switch is None else {switch: False})
-    reasoning = reasoning_of(template, inputs.reasoning_parser)
+    settings = {} if inputs.tokenizer is None else inputs.tokenizer.settings
+    reasoning = reasoning_of(template, inputs.reasoning_parser, settings)
     if isinstance(reasoning, HarmonyFormat) or (reasoning is not None and reasoning.is_open(plain(rendered))):
         fact = f"{inputs.description.name} begins its replies with reasoning, and a decision is the first token"
         raise InvalidPrompt(f"{fact}; use a model whose chat template can switch reasoning off")

@@ -325,7 +325,7 @@ class ThinkingMarkers:
     def __init__(self, tokenizer: Tokenizer, config: ReasoningConfig | None, parser: str | None = None) -> None:
         """`parser`: the name of a reasoning parser; None: by the chat template."""
         self._tokenizer = tokenizer
-        known = reasoning_of(tokenizer.chat_template(), parser)
+        known = reasoning_of(tokenizer.chat_template(), parser, tokenizer.settings)
         self._format = _HARMONY if isinstance(known, HarmonyFormat) else known
         forced = None if config is None else config.end
         if config is not None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from slipstream.parsers.output_parser import Functions
 from slipstream.parsers.reader import EventSink, Parse, TextReader, as_text, drop, read_value
 
-_ARGUMENTS = ("arguments", "parameters")
-
 
 @dataclass(frozen=True)
 class EnvelopeFormat:
@@ -16,63 +14,63 @@ class EnvelopeFormat:
 
     begin: tuple[str, ...] = ()
     end: str = ""
+    name_key: str = "name"  # empty: the object has the name as its only key, and the arguments as its value
+    arguments_key: str = "arguments"
+    id_key: str = "id"
     bare: bool = False  # also without a marker, at the start of the output, if the name is a function of the request
+    only_known: bool = False  # the name is a function of the request after a marker too
+    drops_cut: bool = False  # the output may end with the beginning of a marker
     only_calls: bool = False  # a grammar demands calls, so text besides is a call that was cut off, and is dropped
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
+        known = functions if self.only_known else None
         if self.bare:
-            yield from _read_bare(reader, out, functions, self)
+            reading = _Envelope(self, reader, out, [], functions)
+            if not (yield from reading.read_all()):
+                reading.content("".join(reading.raw))
         found: str | None = ""
         while self.begin:
             if not found:
-                found = yield from reader.until(self.begin, out.content)
+                found = yield from reader.content(self.begin, out, drop_cut=self.drops_cut)
             if found is None:
                 return
-            found = yield from self.read_after(found, reader, out)
-        yield from reader.rest(drop if self.only_calls else out.content)
+            found = yield from self.read_after(found, reader, out, known)
+        if self.only_calls:
+            yield from reader.rest(drop)
 
-    def read_after(self, begin: str, reader: TextReader, out: EventSink) -> Parse[str | None]:
+    def read_after(
+        self, begin: str, reader: TextReader, out: EventSink, known: Functions | None = None
+    ) -> Parse[str | None]:
         """Reads the calls after a marker. Returns the marker of the next ones where they follow at once, None at the
         end of the text, else the empty text."""
-        reading = _Envelope(reader, out, self.end, [begin])
+        reading = _Envelope(self, reader, out, [begin], known)
         if not (yield from reading.read_all()):
             out.content("".join(reading.raw))
             return ""
         if not self.end:
             return ""
         out.separate()
-        found = yield from reader.until((self.end, *self.begin), out.content, drop_cut=True)
+        others = tuple(marker for marker in self.begin if self.end not in marker)
+        found = yield from reader.content((self.end, *others), out, drop_cut=True)
         if found == self.end:
             out.separate()
             return ""
         return found
 
 
-def _read_bare(reader: TextReader, out: EventSink, functions: Functions, how: EnvelopeFormat) -> Parse[None]:
-    reading = _Envelope(reader, out, how.end, [], functions, only_calls=how.only_calls)
-    if not (yield from reading.read_all()):
-        reading.content("".join(reading.raw))
-
-
 class _Envelope:
-    """`raw`: the text since the last call, which is content if no call follows."""
+    """`raw`: the text since the last call, which is content if no call follows. `known`: the only names that count, if
+    given."""
 
     def __init__(
-        self,
-        reader: TextReader,
-        out: EventSink,
-        end: str,
-        raw: list[str],
-        functions: Functions | None = None,
-        *,
-        only_calls: bool = False,
+        self, how: EnvelopeFormat, reader: TextReader, out: EventSink, raw: list[str], known: Functions | None
     ) -> None:
+        self.how = how
         self.reader = reader
         self.out = out
-        self.content = drop if only_calls else out.content
-        self.end = end
+        self.content = drop if how.only_calls else out.content
         self.raw = raw
-        self.functions = functions  # the only names that count, if given
+        self.known = known
         self.broken = False  # the arguments were no JSON, and all text up to the end is part of them
 
     def read_all(self) -> Parse[bool]:
@@ -103,7 +101,8 @@ class _Envelope:
 
     def read_object(self) -> Parse[bool]:
         """Reads one call. False if it is none; then its text is in `raw`."""
-        reader, raw, out = self.reader, self.raw, self.out
+        how, reader, raw, out = self.how, self.reader, self.raw, self.out
+        keys = {how.arguments_key, "arguments", "parameters"}  # a model may confuse the last two
         name = id = arguments = None
         begun = False
         yield from reader.take(raw.append)
@@ -120,7 +119,9 @@ class _Envelope:
                 break
             yield from reader.space(raw.append)
             first = yield from reader.peek()
-            if key in _ARGUMENTS and name is not None and first == "{" and not begun:
+            if not how.name_key and name is None:
+                name, key = self._known(key), how.arguments_key
+            if key in keys and name is not None and first == "{" and not begun:
                 out.call(name, id)
                 raw.clear()
                 begun = True
@@ -134,11 +135,11 @@ class _Envelope:
                 raw.append(source)
                 if not complete:
                     break
-                if key == "name":
+                if key == how.name_key:
                     name = self._known(as_text(source))
-                elif key == "id":
+                elif key == how.id_key:
                     id = as_text(source)
-                elif key in _ARGUMENTS:
+                elif key in keys:
                     arguments = source
             yield from reader.space(raw.append)
             yield from reader.starts((",",), raw.append)
@@ -147,7 +148,7 @@ class _Envelope:
             if not ended:
                 self.content("".join(raw))
             return True
-        if name is None or not ended or (self.functions is not None and arguments is None):
+        if name is None or not ended or (self.known is not None and arguments is None):
             return False
         out.call(name, id)
         out.arguments(_as_object(arguments))
@@ -162,13 +163,13 @@ class _Envelope:
         return as_text("".join(value)) if complete else None
 
     def _known(self, name: str | None) -> str | None:
-        return name if name and (self.functions is None or name in self.functions) else None
+        return name if name and (self.known is None or name in self.known) else None
 
     def _broken(self) -> Parse[None]:
         """Arguments that are no JSON: all text up to the end marker is part of them."""
         self.broken = True
-        if self.end:
-            yield from self.reader.until((), self.out.arguments, keep=(self.end,))
+        if self.how.end:
+            yield from self.reader.until((), self.out.arguments, keep=(self.how.end,))
         else:
             yield from self.reader.rest(self.out.arguments)
 
@@ -196,7 +197,7 @@ class NamedFormat:
     name_is_id: bool = False  # the name has the form functions.NAME:INDEX, which is also the id of the call
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
-        while (yield from reader.until((self.section[0],), out.content)) is not None:
+        while (yield from reader.content((self.section[0],), out)) is not None:
             raw = [self.section[0]]
             num_before = out.num_calls
             while True:
@@ -230,7 +231,7 @@ class NamedFormat:
             raw += [found] if found == self.separator else []
             return False
         if self.name_is_id:
-            out.call(given.partition(":")[0].rpartition(".")[2], given)
+            out.call(given.removeprefix("functions.").rpartition(":")[0] or given, given)
         else:
             out.call(given)
         yield from reader.space(drop)
@@ -252,7 +253,7 @@ class MistralFormat:
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
         envelope = EnvelopeFormat((self.begin,))
-        while (yield from reader.until((self.begin,), out.content)) is not None:
+        while (yield from reader.content((self.begin,), out)) is not None:
             space: list[str] = []
             yield from reader.space(space.append)
             if (yield from reader.peek()) in ("[", "{"):

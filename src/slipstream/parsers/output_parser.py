@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.parsers.reader import EventSink, Parse, ParserEvent, Sink, TextReader
+from slipstream.parsers.reader import EventSink, Parse, ParserEvent, Sink, TextReader, drop
 
 
 class ToolCallFormat(Protocol):
     """The format of a model family's tool calls. `read` reads the output after the reasoning, to its end."""
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]: ...
+    def __hash__(self) -> int: ...
 
 
 class OutputParser:
@@ -64,10 +65,10 @@ class OutputParser:
         if isinstance(reasoning, HarmonyFormat):
             tools = reasoning
         elif reasoning is not None:
-            yield from reasoning.read(reader, out, is_open=is_open)
+            yield from reasoning.read(reader, out, is_open=is_open, has_tools=tools is not None)
         if tools is not None:
             yield from tools.read(reader, out, functions)
-        yield from reader.rest(out.content)
+        yield from reader.content((), out)
 
 
 # Reasoning that a model writes before its answer, between two markers.
@@ -78,7 +79,13 @@ class ReasoningFormat:
     begin: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
     implicit: bool = False  # the output begins with reasoning, also without the marker
-    stops: tuple[str, ...] = ()  # end the reasoning where the model omits the marker; not part of the reasoning
+    stops: tuple[str, ...] = ()  # begin a call, which ends the reasoning where the model omits the marker
+    calls: tuple[str, ...] = ()  # as `stops`, but longer than a marker: a thinking budget does not know them
+    repeats: bool = False  # the content may be followed by more of it
+    answer_begin: tuple[str, ...] = ()  # markers around the content; none is part of it
+    answer_end: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()  # before each part: what begins it (the prompt, for the first one), and what ends it
+    in_content: bool = False  # for clients that look for the markers in the content
 
     def is_open(self, prompt: str, *, continues: bool = False) -> bool:
         """Whether the output continues reasoning: the end of the prompt begins it, as some templates do. `continues`:
@@ -91,16 +98,41 @@ class ReasoningFormat:
             return opened > max(prompt.rfind(marker) for marker in self.end)
         return self.implicit and not ending.endswith(self.end)
 
-    def read(self, reader: TextReader, out: EventSink, *, is_open: bool) -> Parse[None]:
-        """Reads the reasoning; the content follows."""
+    def read(self, reader: TextReader, out: EventSink, *, is_open: bool, has_tools: bool = True) -> Parse[None]:
+        """Reads the reasoning; the content follows. `has_tools`: there can be calls."""
+        if self.in_content:
+            if is_open:
+                out.content(self.begin[0])
+            return
+
+        def read_thought() -> Parse[None]:
+            yield from reader.until(self.end, out.reasoning, keep=self.stops + self.calls if has_tools else ())
+            out.separate()
+
+        def read_header() -> Parse[None]:
+            yield from reader.until((), drop, keep=self.header[1:])
+
+        def read_nothing() -> Parse[None]:
+            yield from ()
+
         space: list[str] = []
         yield from reader.space(space.append)
-        begun = yield from reader.starts(self.begin)
-        if begun is None and not is_open:
-            out.content("".join(space))
-            return
-        yield from reader.until(self.end, out.reasoning, keep=self.stops)
-        out.separate()
+        # a structure that a grammar demands has no header
+        has_header = bool(self.header) and (yield from reader.peek()) not in ("{", "[")
+        if has_header and (yield from reader.until((), space.append, keep=self.header)) is not None:
+            space.clear()
+        if (yield from reader.starts(self.begin)) is not None or is_open:
+            space.clear()
+            yield from read_thought()
+            yield from reader.space(drop)
+        if (yield from reader.starts(self.answer_begin)) is not None:
+            space.clear()
+            out.separate()
+        reader.asides.update(dict.fromkeys(self.answer_end, read_nothing))
+        if self.repeats:
+            reader.asides.update(dict.fromkeys(self.begin, read_thought))
+        reader.asides.update(dict.fromkeys(self.header[:1], read_header))
+        out.content("".join(space))
 
 
 # Functions: the tools of one request, as parsers need them: their names, and the types of their parameters.
@@ -123,6 +155,11 @@ class Functions:
     def __contains__(self, name: str) -> bool:
         return name in self.schemas
 
+    def known(self, name: str) -> str:
+        """The name of a function that a model may have written as NAME.NAME."""
+        first, _, second = name.partition(".")
+        return first if first == second and first in self.schemas and name not in self.schemas else name
+
     def types_of(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter can have; empty if the schema does not say."""
         schema = self.schemas.get(name, {})
@@ -142,7 +179,7 @@ def _types(left: list[object], root: Mapping[str, Any]) -> frozenset[str]:
         if len(seen) > _MAX_PARTS:
             return frozenset()
         if isinstance(reference := part.get("$ref"), str):
-            left.append(_target(reference, root))
+            left.append(reference_target(reference, root))
         elif isinstance(given := part.get("type"), str | list):
             names = [given] if isinstance(given, str) else given
             found.update(_TYPES.get(name, name) for name in names if isinstance(name, str))
@@ -154,7 +191,7 @@ def _types(left: list[object], root: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> object:
+def reference_target(reference: str, root: Mapping[str, Any]) -> object:
     """The target of a reference within a schema; None for other references."""
     node: object = root
     for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:

@@ -32,6 +32,8 @@ class TextReader:
         self._text = ""
         self._offset = 0
         self.ended = False
+        # markers within the content, each with what reads the text after it; it is no content
+        self.asides: dict[str, Callable[[], Parse[object]]] = {}
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._offset :] + text
@@ -98,22 +100,31 @@ class TextReader:
     def starts(
         self, markers: tuple[str, ...], sink: Sink | None = None, *, drop_cut: bool = False
     ) -> Parse[str | None]:
-        """Consumes one of the markers if the text continues with it, passes it to the sink, and returns it.
+        """Consumes the longest of the markers that the text continues with, passes it to the sink, and returns it.
         `drop_cut`: as in `until`."""
         while True:
-            found = next((marker for marker in markers if self._text.startswith(marker, self._offset)), None)
-            if found is not None:
-                self._offset += len(found)
-                if sink is not None:
-                    sink(found)
-                return found
-            tail = self._text[self._offset : self._offset + max(map(len, markers))]
-            could_be = any(marker.startswith(tail) for marker in markers)
-            if self.ended and drop_cut and could_be:
-                self._offset += len(tail)
+            rest = self._text[self._offset : self._offset + max(map(len, markers), default=0)]
+            found = max((marker for marker in markers if rest.startswith(marker)), key=len, default=None)
+            could_be = any(len(marker) > len(rest) and marker.startswith(rest) for marker in markers)
             if self.ended or not could_be:
-                return None
+                if found is not None and sink is not None:
+                    sink(found)
+                self._offset += len(found or (rest if could_be and drop_cut else ""))
+                return found
             yield
+
+    def content(self, markers: tuple[str, ...], out: EventSink, *, drop_cut: bool = False) -> Parse[str | None]:
+        """As `until`, with the text before the marker as content, and what `asides` read left out."""
+        while True:
+            if not markers and not self.asides:
+                yield from self.rest(out.content)
+                return None
+            found = yield from self.until((*markers, *self.asides), out.content, drop_cut=drop_cut)
+            if found is None or found in markers or found not in self.asides:
+                return found
+            out.separate()
+            yield from self.asides[found]()
+            out.separate()
 
     def _pass(self, end: int, sink: Sink) -> None:
         if end > self._offset:
@@ -127,7 +138,8 @@ Search = Callable[[str, int], "re.Match[str] | None"]
 @lru_cache(maxsize=256)
 def _markers(markers: tuple[str, ...]) -> tuple[Search, frozenset[str], int]:
     """A search for the markers, their proper prefixes, and the length of the longest one."""
-    assert not any(one in other for one in markers for other in markers if one != other), markers
+    # one may end another: then both are complete at once, and the longer one is found, as it begins first
+    assert not any(one in other and not other.endswith(one) for one in markers for other in markers), markers
     prefixes = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, markers))).search, prefixes, max(map(len, markers))
 

@@ -10,47 +10,80 @@ from dataclasses import dataclass
 
 from slipstream.params.values import is_deep_json
 from slipstream.parsers.output_parser import Functions
-from slipstream.parsers.reader import EventSink, Parse, Sink, TextReader, drop, without_surrogates
+from slipstream.parsers.reader import EventSink, Parse, TextReader, drop, without_surrogates
 
 _NAME = re.compile(r"[^\s<>{}\"]+")
+_ATTRIBUTE = re.compile(r'(\w+)="(\w+)"')
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spelling
 
 
 @dataclass(frozen=True)
 class TaggedFormat:
-    """begin, function[0] NAME function[1], parameters, function_end, end. Other text is content."""
+    """A section of calls from begin to end, each as function[0] NAME function[1], parameters, function_end. Other text
+    is content."""
 
-    begin: str
+    begin: str  # may be empty: no section
     end: str
-    function: tuple[str, str]  # around the name; the first may be empty
+    function: tuple[str, str]  # around the name; the first may be empty: one call in each section
     function_end: str  # may be empty
     key: tuple[str, str]
     value: tuple[str, str]  # the first may be empty
-    trims_lines: bool  # one line break after and before each value is part of the tags
+    trims_lines: bool = False  # one line break after and before each value is part of the tags
+    bare: bool = False  # a call may be outside of a section
+    between: tuple[str, ...] = ()  # further markers before and after a call
+    type_key: str = ""  # the attribute behind a key that says whether the value is a string
+    cdata: tuple[str, str] = ("", "")  # may be around a value
 
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
-        opens = (self.begin, self.function[0]) if self.function[0] else (self.begin,)
-        while (found := (yield from reader.until(opens, out.content))) is not None:
+        opens = tuple(filter(None, (self.begin, self.function[0] if self.bare or not self.begin else "")))
+        found: str | None = None
+        while True:
+            if not found or found != self.begin:
+                found = yield from reader.content(opens, out)
+            if found is None:
+                return
             raw = [found]
-            if found == self.begin:
-                yield from reader.space(raw.append)
-                if self.function[0] and (yield from reader.starts((self.function[0],), raw.append)) is None:
-                    out.content("".join(raw))
-                    continue
-            name: list[str] = []
-            name_ends = () if self.function[0] else (self.end, self.key[0])
-            closed = yield from reader.until((self.function[1],), name.append, keep=name_ends)
-            given = "".join(name).strip()
-            if closed is None or _NAME.fullmatch(given) is None:
-                out.content("".join([*raw, *name, self.function[1] if closed == self.function[1] else ""]))
+            if not (self.begin and self.function[0]):
+                yield from self._read_call(reader, out, functions, raw)
+                found = None
                 continue
-            out.call(given)
-            yield from _Parameters(self, reader, out, functions, given).read()
+            num_before = out.num_calls
+            if found == self.begin:
+                found = yield from self._next(reader, out, raw)
+            while found == self.function[0]:
+                yield from self._read_call(reader, out, functions, raw)
+                raw.clear()
+                found = yield from self._next(reader, out, None if out.num_calls > num_before else raw)
+            if found == self.begin and raw:  # a marker after a section without calls
+                raw.pop()
+            out.content("".join(raw))
             out.separate()
-            if self.function_end:
-                yield from reader.space(out.content)
-                out.separate()
-                yield from reader.starts((self.end,), drop_cut=True)
+
+    def _next(self, reader: TextReader, out: EventSink, raw: list[str] | None) -> Parse[str | None]:
+        """Consumes the next marker in a section and what is between calls. None: something else follows. `raw`: gets
+        the text where no call was before it."""
+        marks = (self.begin, self.end, self.function[0], *self.between)
+        sink = drop if raw is None else raw.append
+        while True:
+            yield from reader.space(sink)
+            found = yield from reader.starts(marks, sink, drop_cut=raw is None)
+            if found is None and raw is None:
+                found = yield from reader.content(marks, out, drop_cut=True)
+            if found not in self.between:
+                return found
+
+    def _read_call(self, reader: TextReader, out: EventSink, functions: Functions, raw: list[str]) -> Parse[None]:
+        """Reads one call after the marker that begins it. If it is none, its text is content."""
+        name: list[str] = []
+        name_ends = () if self.function[0] else (self.end, self.key[0])
+        closed = yield from reader.until((self.function[1],), name.append, keep=name_ends)
+        given = functions.known("".join(name).partition('"' if self.type_key else self.function[1])[0].strip())
+        if closed is None or _NAME.fullmatch(given) is None:
+            out.content("".join([*raw, *name, self.function[1] if closed == self.function[1] else ""]))
+            return
+        out.call(given)
+        yield from _Parameters(self, reader, out, functions, given).read()
+        out.separate()
 
 
 class _Parameters:
@@ -77,30 +110,37 @@ class _Parameters:
             if (yield from reader.until((how.key[1],), key.append, keep=key_ends)) != how.key[1]:
                 out.arguments("".join([how.key[0], *key]))  # not in this format: written as it is
                 continue
-            if how.value[0]:
+            types = self.functions.types_of(self.name, given := "".join(key).strip())
+            if how.type_key:
+                attributes: list[str] = []
+                yield from reader.until((how.value[0],), attributes.append, keep=(last,))
+                if (named := dict(_ATTRIBUTE.findall("".join(attributes))).get(how.type_key)) is not None:
+                    types = frozenset({"string"} if named in ("true", "string") else ())
+            elif how.value[0]:
                 yield from reader.space(drop)
                 yield from reader.starts((how.value[0],))
-            given = "".join(key).strip()
             out.arguments(("{" if not count else ", ") + json.dumps(given, ensure_ascii=False) + ": ")
             count += 1
-            yield from self._read_value(self.functions.types_of(self.name, given))
+            yield from self._read_value(types)
 
     def _read_value(self, types: frozenset[str]) -> Parse[None]:
         how, reader, out = self.how, self.reader, self.out
         if how.trims_lines:
             yield from reader.starts(("\n",))
-        value: _TextValue | _AnyValue
-        value = _TextValue(out, trims_line=how.trims_lines) if types == {"string"} else _AnyValue(out, types)
+        value: TextValue | AnyValue
+        value = TextValue(out, trims_line=how.trims_lines) if types == {"string"} else AnyValue(out, types)
+        if how.cdata[0] and (yield from reader.starts((how.cdata[0],))) is not None:
+            yield from reader.until((how.cdata[1],), value.add)
         # a model that omits the end of a value continues with the next key or the end of the call
         last = how.function_end or how.end
         found = yield from reader.until((how.value[1],), value.add, keep=(how.key[0], last))
         value.finish(is_cut=found is None)
 
 
-class _TextValue:
+class TextValue:
     """A string, written as it arrives."""
 
-    def __init__(self, out: EventSink, *, trims_line: bool) -> None:
+    def __init__(self, out: EventSink, *, trims_line: bool = False) -> None:
         self._out = out
         self._trims_line = trims_line
         self._pending = ""
@@ -117,7 +157,7 @@ class _TextValue:
             self._out.arguments('"')
 
 
-class _AnyValue:
+class AnyValue:
     """A value of another type, or of an unknown one, written when it is complete."""
 
     def __init__(self, out: EventSink, types: frozenset[str]) -> None:
@@ -133,11 +173,11 @@ class _AnyValue:
         if is_cut:
             self._out.arguments(text)
             return
-        value = _as_json(text, self._types)
+        value = as_json(text, self._types)
         self._out.arguments('"' + _escaped(text) + '"' if value is None else value)
 
 
-def _as_json(text: str, types: frozenset[str]) -> str | None:
+def as_json(text: str, types: frozenset[str]) -> str | None:
     """The JSON that the text is, or None if it is a string. `types`: those that the parameter can have, if known."""
     source = _WORDS.get(text, text)
     if is_deep_json(source):
@@ -145,10 +185,24 @@ def _as_json(text: str, types: frozenset[str]) -> str | None:
     try:
         value = json.loads(source)
     except ValueError:
-        return None
+        # some templates print lists and objects as Python does
+        is_literal = "string" not in types and types & {"array", "object"} and source[:1] in ("[", "{")
+        return pythonic_as_json(source) if is_literal and "(" not in source else None
     if "string" not in types:
         return source
     return source if not isinstance(value, str) and _types_of(value) & types else None
+
+
+def pythonic_as_json(source: str) -> str:
+    """A Python or JSON literal as JSON; any other text as a JSON string."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # unknown escapes in strings
+        for read in (ast.literal_eval, json.loads):
+            try:
+                return without_surrogates(json.dumps(read(source), ensure_ascii=False, allow_nan=False))
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                continue
+    return json.dumps(source, ensure_ascii=False)
 
 
 def _types_of(value: object) -> set[str]:
@@ -160,114 +214,6 @@ def _types_of(value: object) -> set[str]:
 def _escaped(text: str) -> str:
     """The text inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-# Tool calls as a Python list of function calls: [name(key=value, ...), ...], at the start of the output.
-
-_PYTHONIC_NAME = re.compile(r"[\w.\-]*")
-_PLAIN = re.compile(r"[^\"'\\()\[\]{},]*")
-_IN_QUOTES = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
-_CLOSERS = {"(": ")", "[": "]", "{": "}"}
-_MAX_DEPTH = 32  # nested lists and dicts of one value, which a recursive function evaluates
-
-
-@dataclass(frozen=True)
-class PythonicFormat:
-    """The list may be between `begin` and `end`. Only functions of the request are calls; other text is content."""
-
-    begin: str = ""
-    end: str = ""
-
-    def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
-        raw: list[str] = []
-        yield from reader.space(raw.append)
-        if self.begin:
-            yield from reader.starts((self.begin,), raw.append)
-            yield from reader.space(raw.append)
-        if (yield from reader.starts(("[",), raw.append)) is not None:
-            yield from self._read_calls(reader, out, functions, raw)
-        out.content("".join(raw))
-        yield from reader.rest(out.content)
-
-    def _read_calls(self, reader: TextReader, out: EventSink, functions: Functions, raw: list[str]) -> Parse[None]:
-        """Reads calls up to the end of the list. Leaves in `raw` what is no call."""
-        while True:
-            yield from reader.space(raw.append)
-            name: list[str] = []
-            yield from reader.run(_PYTHONIC_NAME, name.append)
-            raw += name
-            given = "".join(name)
-            if given not in functions or (yield from reader.starts(("(",), raw.append)) is None:
-                return
-            raw.clear()
-            out.call(given)
-            if not (yield from _read_arguments(reader, out)):
-                return
-            out.separate()
-            yield from reader.space(raw.append)
-            if (yield from reader.starts((",",), raw.append)) is None:
-                if (yield from reader.starts(("]",))) is not None:
-                    yield from reader.space(raw.append)
-                    if self.end:
-                        yield from reader.starts((self.end,), drop_cut=True)
-                    raw.clear()
-                return
-
-
-def _read_arguments(reader: TextReader, out: EventSink) -> Parse[bool]:
-    """Reads `key=value, ...)` and writes it as a JSON object. False if the text is cut or no such list."""
-    count = 0
-    while True:
-        yield from reader.space(drop)
-        if (yield from reader.starts((")",))) is not None:
-            out.arguments("}" if count else "{}")
-            return True
-        source: list[str] = []
-        complete = yield from _read_item(reader, source.append)
-        key, equals, value = "".join(source).partition("=")
-        if not (complete and equals and key.strip().isidentifier()):
-            out.arguments("".join(source))  # not in this format: written as it is
-            yield from reader.rest(out.arguments)
-            return False
-        out.arguments(("{" if not count else ", ") + json.dumps(key.strip(), ensure_ascii=False) + ": ")
-        out.arguments(_pythonic_as_json(value.strip()))
-        count += 1
-        yield from reader.starts((",",))
-
-
-def _read_item(reader: TextReader, sink: Sink) -> Parse[bool]:
-    """Passes the text up to a comma or a closing bracket on this level to the sink."""
-    closers: list[str] = []
-    while True:
-        yield from reader.run(_PLAIN, sink)
-        character = yield from reader.peek()
-        if not character or len(closers) > _MAX_DEPTH:
-            return False
-        if not closers and character in ",)]}":
-            return character in ",)"
-        if character in ")]}" and character != closers.pop():
-            return False
-        yield from reader.take(sink)
-        if character in _CLOSERS:
-            closers.append(_CLOSERS[character])
-        elif character in _IN_QUOTES:
-            while (yield from reader.peek()) not in (character, ""):
-                yield from reader.run(_IN_QUOTES[character], sink)
-                if (yield from reader.starts(("\\",), sink)) is not None:
-                    yield from reader.take(sink)
-            yield from reader.take(sink)
-
-
-def _pythonic_as_json(source: str) -> str:
-    """A Python or JSON literal as JSON; any other text as a JSON string."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # unknown escapes in strings
-        for read in (ast.literal_eval, json.loads):
-            try:
-                return without_surrogates(json.dumps(read(source), ensure_ascii=False, allow_nan=False))
-            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                continue
-    return json.dumps(source, ensure_ascii=False)
 
 
 # Tool calls whose form a grammar fixes: the output is the arguments of one known function.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from slipstream.base.errors import InvalidParams
 from slipstream.base.typed import InnerFields, untagged, wanted
 from slipstream.front.served import ServedModel
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.parsers.families import NO_PARSER, detect_tools, reasoning_of, tool_call_format
+from slipstream.parsers.families import NO_PARSER, checkpoint_formats, detect_tools, reasoning_of, tool_call_format
 from slipstream.parsers.output_parser import Functions, HarmonyFormat, ReasoningFormat, ToolCallFormat
 from slipstream.serve.http.generation.fields import NoFields
 from slipstream.serve.http.server.errors import as_type, bad_request
@@ -182,8 +182,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         tokenizer = served.tokenizer
         if tokenizer is None:
             return cls(None, None)
-        templates = tokenizer.chat_template(with_tools=True), tokenizer.chat_template()
-        return _formats(templates, settings.tool_call_parser, settings.reasoning_parser)
+        return _formats(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
 
     @property
     def is_harmony(self) -> bool:
@@ -193,30 +192,29 @@ class ChatFormats(msgspec.Struct, frozen=True):
     def uses_special_tokens(self, tokenizer: Tokenizer, *, with_tools: bool) -> bool:
         """Whether a marker is a special token, which is not part of the text by default."""
         formats = (self.reasoning, self.tools if with_tools else None)
-        markers = {marker for one in formats if one is not None for marker in _markers(one)}
-        return not markers.isdisjoint(_special_texts(tokenizer))
+        return any(_has_special_markers(format, tokenizer) for format in formats if format is not None)
 
 
 @lru_cache(maxsize=64)
-def _formats(templates: tuple[str | None, str | None], tools: str | None, reasoning: str | None) -> ChatFormats:
-    tools = (detect_tools(templates[0]) or GENERIC) if tools is None else tools
+def _formats(tokenizer: Tokenizer, tools: str | None, reasoning: str | None) -> ChatFormats:
+    """By the names, else by the response template of the checkpoint, else by its chat template."""
+    own = checkpoint_formats(tokenizer.settings)[1] if tools is None else None
+    if tools is None and own is None:
+        tools = detect_tools(tokenizer.chat_template(with_tools=True)) or GENERIC
     return ChatFormats(
-        reasoning_of(templates[1], reasoning),
-        None if tools in (None, NO_PARSER) else tool_call_format(tools),
+        reasoning_of(tokenizer.chat_template(), reasoning, tokenizer.settings),
+        own if tools is None else None if tools == NO_PARSER else tool_call_format(tools),
         has_short_ids=tools == "mistral",
     )
 
 
-@lru_cache(maxsize=16)
-def _special_texts(tokenizer: Tokenizer) -> frozenset[str]:
-    return frozenset(text for token in tokenizer.special_ids if (text := tokenizer.piece(token)) is not None)
-
-
-def _markers(format: object) -> frozenset[str]:
-    """The texts in the fields of a format."""
+@lru_cache(maxsize=64)
+def _has_special_markers(format: Hashable, tokenizer: Tokenizer) -> bool:
+    """Whether one of the texts in the fields of a format has a special token."""
     assert dataclasses.is_dataclass(format)
-    found: set[str] = set()
+    markers: set[str] = set()
     for field in dataclasses.fields(format):
         value = getattr(format, field.name)
-        found |= {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
-    return frozenset(found)
+        markers |= {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
+    special = {text for token in tokenizer.special_ids if (text := tokenizer.piece(token))}
+    return any(text in marker for text in special for marker in markers)

@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from parsers.rendering import reasoning_of, rendered, rendered_calls
 from slipstream.params.structured import StructuredOutputsParams
-from slipstream.parsers.families import reasoning_format, tool_call_format
+from slipstream.parsers.families import TOOL_CALL_FORMATS, reasoning_format, tool_call_format
+from slipstream.parsers.literals import PythonicFormat
 from slipstream.parsers.output_parser import ReasoningFormat
 from slipstream.scheduler.grammar.native_matcher import grammar_vocabulary
 from slipstream.scheduler.grammar.translate import translate
-from slipstream.serve.http.generation.strict import _calls_alone, calls_grammar, harmony_calls, reasoning_prefix
+from slipstream.serve.http.generation.call_grammars import calls_grammar, harmony_calls
+from slipstream.serve.http.generation.strict import _calls_alone, reasoning_prefix
 from slipstream.serve.http.generation.tools import ChatFormats, Tools
 from slipstream.text.tokenizer import Tokenizer
 
@@ -185,7 +188,101 @@ def test_strict_calls_without_a_marker(tokenizer, accepts):
     for begin in ("", "\n", "<|python_tag|>", call % GOOD + "; "):
         assert accepts(params, begin + call % GOOD) and not accepts(params, begin + call % BAD)
     assert accepts(params, "It rains. {}") and not accepts(params, "{}")
-    assert calls_grammar(tool_call_format("pythonic"), tokenizer, STRICT) is None
+    params = StructuredOutputsParams(grammar=calls_grammar(tool_call_format("pythonic"), tokenizer, STRICT))
+    assert accepts(params, "It rains [1].") and not accepts(params, "[weather(")
+
+
+# values whose schemas have references, alternatives, lists and objects
+NESTED = {
+    "type": "object",
+    "properties": {
+        "at": {"type": "object", "properties": {"lat": {"type": "number"}, "name": {"type": "string"}},
+               "required": ["lat"], "additionalProperties": False},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/Part"}, "minItems": 1, "maxItems": 2},
+        "mode": {"anyOf": [{"enum": ["fast", 1]}, {"type": "null"}]},
+    },
+    "required": ["parts"],
+    "additionalProperties": False,
+    "$defs": {"Part": {"type": ["boolean", "integer"]}},
+}  # fmt: skip
+SCHEMAS = {"weather": INNER, "nested": NESTED, "now": {"type": "object"}}
+SUNNY = {"city": "Oslo < x", "days": 2, "unit": "C"}
+MANY = {"at": {"lat": 1.5, "name": "here"}, "parts": [1, True], "mode": "fast"}
+KEPT = [{"city": "Oslo", "unit": "F"}, SUNNY], [{"parts": [False]}, {"parts": [2], "mode": None}, MANY]
+BROKEN = [
+    ("weather", {"unit": "C"}),
+    ("weather", {**SUNNY, "unit": "K"}),
+    ("weather", {**SUNNY, "days": "two"}),
+    ("nested", {**MANY, "parts": []}),
+    ("nested", {**MANY, "parts": [1, 2, 3]}),
+    ("nested", {**MANY, "mode": "slow"}),
+    ("nested", {**MANY, "at": {"name": "here"}}),
+    ("other", {}),
+]
+
+
+@pytest.mark.parametrize("tools", TOOL_CALL_FORMATS)
+def test_every_format_has_a_grammar_of_strict_calls(tokenizer, accepts, tools):
+    """With special tokens where the format has them: those of all markers that look like some."""
+    format, reasoning = tool_call_format(tools), reasoning_format(reasoning_of(tools))
+    params = StructuredOutputsParams(grammar=calls_grammar(format, tokenizer, SCHEMAS, reasoning=reasoning))
+    alone = StructuredOutputsParams(grammar=calls_grammar(format, tokenizer, SCHEMAS, alone=True))
+    good = [*(("weather", arguments) for arguments in KEPT[0]), *(("nested", arguments) for arguments in KEPT[1])]
+    for call in [*good, ("now", {}), ("now", {"x": 1, "y": "a"})]:
+        text = written(tools, call)
+        assert accepts(params, text), text
+        assert accepts(alone, text), text
+    for call in BROKEN:
+        assert not accepts(params, written(tools, call)), call
+    assert accepts(params, "just text") != (tools == "openai")  # which has no text without a header
+
+
+def written(tools, call):
+    """A call without what comes before it in a message; with JSON's words, which a grammar of Python calls has."""
+    text = rendered_calls(tool_call_format(tools), [call])
+    if isinstance(tool_call_format(tools), PythonicFormat):
+        for word, json_word in (("True", "true"), ("False", "false"), ("None", "null"), ("'", '"')):
+            text = text.replace(word, json_word)
+    return text.removeprefix("<|start|>assistant")
+
+
+@pytest.mark.parametrize("tools", ["gemma4", "cohere_command3", "kimi_k3", "inkling", "muse_glimmer", "deepseek_v32"])
+def test_markers_within_the_content_are_tokens_of_the_grammar(folder, tools):
+    plain = Tokenizer.load(str(folder))
+    plain.backend.add_special_tokens(MARKED)
+    tokenizer = Tokenizer(plain.backend)
+    format, reasoning = tool_call_format(tools), reasoning_format(reasoning_of(tools))
+    grammar = calls_grammar(format, tokenizer, SCHEMAS, reasoning=reasoning)
+    vocabulary = grammar_vocabulary(tokenizer, tokenizer.vocab_size)
+    for call, accepted in ((("weather", SUNNY), True), (("weather", {**SUNNY, "unit": "K"}), False)):
+        matcher = llguidance.LLMatcher(vocabulary, translate(StructuredOutputsParams(grammar=grammar), {}), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(rendered(tools, "", "I look.", [call]), add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == accepted
+
+
+MARKED = [
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|channel>",
+    "<channel|>",
+    '<|"|>',
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
+    "<|open|>",
+    "<|close|>",
+    "<|sep|>",
+    "<|content_text|>",
+    "<|end_message|>",
+    "<|message_model|>",
+    "<|start|>",
+    "<|message|>",
+    "<|content_invoke_tool_json|>",
+    "<|eom|>",
+    "<|eot|>",
+]
 
 
 FUNCTIONS = ({"name": "weather", "parameters": INNER, "strict": True}, {"name": "now", "parameters": STRICT["now"]})

@@ -261,6 +261,10 @@ def test_a_structured_answer_may_follow_reasoning(folder):
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+ALL_OF = {"type": "object", "properties": {"x": {"allOf": [{"type": "integer"}, {"minimum": 1}]}}}
+WHOLE = {"type": "function", "function": {"name": "whole", "parameters": ALL_OF, "strict": True}}
+
+
 def test_a_shape_of_the_content_leaves_calls_alone(folder):
     """As in OpenAI's API, which agents rely on: an answer calls a tool, or has content in the shape."""
     answer = ask(folder, CALLS, tools=[WEATHER, NOW], response_format=FORM)
@@ -271,7 +275,7 @@ def test_a_shape_of_the_content_leaves_calls_alone(folder):
     assert answer.submit.params.structured_outputs.alternative is None
     answer = ask(folder, "{}", tools=[WEATHER], structured_outputs={"json": SCHEMA})  # of the output, as in vLLM
     assert answer.submit.params.structured_outputs.alternative is None
-    answer = ask(folder, "x", tools=[WEATHER], response_format=FORM, settings={"tool_call_parser": "pythonic"})
+    answer = ask(folder, "x", tools=[WHOLE], response_format=FORM, settings={"tool_call_parser": "gemma4"})
     assert answer.status == 400 and "tool_choice to none" in answer.error, answer.body
 
 
@@ -288,8 +292,9 @@ def test_strict_functions_have_a_grammar_while_the_model_decides(folder):
     shape = answer.submit.params.structured_outputs
     assert json.dumps(SCHEMA["properties"]) in shape.grammar and '"now"' in shape.grammar and shape.prefix is not None
     assert len(answer.message["tool_calls"]) == 2
-    answer = ask(folder, "x", tools=[NOW, strict], settings={"tool_call_parser": "pythonic"})
+    answer = ask(folder, "x", tools=[NOW, WHOLE], settings={"tool_call_parser": "gemma4"})
     assert answer.status == 400 and answer.json()["error"]["param"] == "tools[1].function.strict"
+    assert "allOf" in answer.error
     assert ask(folder, "x", tools=[WEATHER]).submit.params.structured_outputs is None
 
 

@@ -468,8 +468,8 @@ def hopper():
     build("hopper_varlen", "_tile_kernel", 128, 168, GROUP=8, DIM=64, PAGE=64, WINDOW=128, **tile)
     build("hopper_varlen", "_tile_kernel", 64, 168, GROUP=8, DIM=256, PAGE=16, **tile, **plain)
     build("hopper_varlen", "_tile_kernel", 128, 168, GROUP=3, DIM=128, PAGE=16, queries=None, **tile, **plain)
-    build("hopper_varlen_fp8", "_tile_kernel", 128, 168, DIM=128, PAGE=16, **fp8, **tile, **plain)
-    build("hopper_varlen_fp8", "_tile_kernel", 128, 168, DIM=64, PAGE=128, WINDOW=128, **fp8, **tile)
+    build("hopper_varlen", "_tile_kernel", 128, 168, DIM=128, PAGE=16, **fp8, **tile, **plain)
+    build("hopper_varlen", "_tile_kernel", 128, 168, DIM=64, PAGE=128, WINDOW=128, **fp8, **tile)
 
 
 sample()

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.attention.cache import FP8, scales_of
@@ -215,6 +215,63 @@ def widen_scaled(numbers, scales):
         is_pure=True,
         pack=4,
     )
+
+
+@gluon.jit
+def plain_scales(scales, STAGES: gl.constexpr):
+    """The same scales, [STAGES, parts of a block, keys of a part], for loads."""
+    PARTS: gl.constexpr = [STAGES, scales.shape[0] // STAGES, scales.shape[2]]
+    return scales._reinterpret(gl.float32, PARTS, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def load_column_scales(scales, index, SCORES: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The scales [BLOCK_N] of a block of `plain_scales`, for the columns of an MMA."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    LAYOUT: gl.constexpr = scale_layout(SIZE, BLOCK_N, [1, 8, 16, 32, 64], [2, 4, 0, 0, 0], [0, 0])
+    found = gl.reshape(scales.index(index).slice(0, SIZE, 1).load(LAYOUT), [BLOCK_N])
+    return gl.convert_layout(found, gl.SliceLayout(0, SCORES), assert_trivial=True)
+
+
+@gluon.jit
+def widen_block(
+    values,
+    wide_values,
+    start,
+    length,
+    done,
+    HALF: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One half of the values of block `done` times their scales, and 2 ** -60, in bfloat16."""
+    v, v_there, v_used, v_scales = values
+    wide, wide_there, wide_used = wide_values
+    KEYS: gl.constexpr = BLOCK_N // 2
+    SIZE: gl.constexpr = KEYS if PAGE > KEYS else PAGE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
+    BITS: gl.constexpr = [[16, 32], [0, 0, 0, 1, 2], [4, 8]] if DIM == 128 else [[32], [0, 0, 1, 2, 4], [8, 16]]
+    SCALES: gl.constexpr = scale_layout(SIZE, KEYS, BITS[0], BITS[1], BITS[2])
+    stage = done % STAGES
+    mbarrier.wait(v_there.index(stage), done // STAGES & 1)
+    numbers = v.index(stage).slice(HALF * KEYS, KEYS).load(LAYOUT).to(gl.uint8, bitcast=True)
+    if PAGE > KEYS:
+        loaded = v_scales.index(stage).slice(HALF * KEYS, KEYS, 1)
+    else:
+        loaded = v_scales.index(stage).slice(HALF * (KEYS // PAGE), KEYS // PAGE).slice(0, PAGE, 1)
+    scales = gl.reshape(loaded.load(SCALES), [KEYS])
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    mbarrier.arrive(v_used.index(stage), count=1)
+    key = start + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    # a page may hold old values, and their scales may be NaN
+    scales = gl.where(key < length, scales * HALF_RANGE, 0.0).to(gl.bfloat16)
+    found = widen_scaled(numbers, gl.expand_dims(scales, 1))
+    mbarrier.wait(wide_used.index(stage), (done // STAGES & 1) ^ 1)
+    wide.index(stage).slice(HALF * KEYS, KEYS).store(found)
+    fence_async_shared()
+    mbarrier.arrive(wide_there.index(stage), count=1)
 
 
 @gluon.constexpr_function

@@ -56,11 +56,10 @@ def attend_tiles(
     check_layout(out, query, keys, values)
     is_plain = not soft_cap and dim == query.shape[2]
     if shape is None and is_plain and _uses_hopper(out, keys):
-        from slipstream.ops.attention import hopper_varlen, hopper_varlen_fp8
+        from slipstream.ops.attention import hopper_varlen
 
         programs = min(device_limits(out.device)[0], len(tile_list.tiles) * num_kv_heads)
-        kernels = hopper_varlen_fp8 if keys.dtype is FP8 else hopper_varlen
-        kernels.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs, window, sinks)
+        hopper_varlen.attend_tiles(out, query, keys, values, page_table, tile_list, scale, programs, window, sinks)
         return
     shape = shape or varlen_shape(dim, keys.element_size(), device_limits(out.device)[1])
     _tile_kernel[(num_programs(out.device, shape, len(tile_list.tiles) * num_kv_heads),)](

@@ -5,6 +5,7 @@ and encoders. `test_kernels_compile.py` runs them in a process without the inter
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import triton
@@ -21,14 +22,21 @@ ATTENTION = "slipstream.ops.attention."
 
 
 def build(module, name, types, **constants):
-    """`types` gives the tensors; every other argument is a number, or a constant."""
+    """`types` gives the tensors; every other argument is a number, or a constant. An argument that the kernel's first
+    lines take apart, as in `x, y = tokens`, is a tuple of those."""
     kernel = getattr(importlib.import_module(module), name)
-    signature = {
-        arg: "constexpr" if arg in constants else types.get(arg, "fp32" if arg == "eps" else "i32")
-        for arg in kernel.arg_names
-    }
-    aligned = [i for i, kind in enumerate(signature.values()) if kind != "constexpr" and kind != "fp32"]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    tuples = {arg: names.split(", ") for names, arg in re.findall(r"^    (\w+(?:, \w+)+) = (\w+)$", kernel.src, re.M)}
+
+    def kind_of(arg):
+        return "constexpr" if arg in constants else types.get(arg, "fp32" if arg == "eps" else "i32")
+
+    signature, named = {}, {}
+    for i, arg in enumerate(kernel.arg_names):
+        signature[arg] = tuple(map(kind_of, tuples[arg])) if arg in tuples else kind_of(arg)
+        named |= {(i, j): name for j, name in enumerate(tuples[arg])} if arg in tuples else {(i,): arg}
+    constants = {path: constants[arg] for path, arg in named.items() if arg in constants}
+    aligned = [path for path, arg in named.items() if path not in constants and kind_of(arg) != "fp32"]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     # with 16 warps a thread has a quarter of the code of 4, which takes two thirds of the time
     compile_source(ASTSource(kernel, signature, constants, attributes), {"num_warps": 16})
     print(name)  # noqa: T201 - the test counts them

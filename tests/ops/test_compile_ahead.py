@@ -264,6 +264,7 @@ def test_arguments_are_distinguished_by_what_programs_depend_on():
     x = torch.zeros(64, dtype=torch.float32)
     assert _kind(x) == _kind(x[4:]) != _kind(x[1:])
     assert _kind(x) != _kind(x.to(torch.int32)) and _kind(3) == 3
+    assert _kind((x, None)) == _kind((x[4:], None)) != _kind((x[1:], None))
     assert isinstance(hash(_kind([x])), int)  # whatever comes
 
 

@@ -287,6 +287,8 @@ def _kind(value: Any) -> Any:
     """The properties of an argument that a compiled kernel may depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     if isinstance(value, Hashable):
         return value
     # a tensor descriptor: its properties, not its identity

@@ -76,28 +76,13 @@ def delta_decode(
         made = torch.empty((num_rows, heads, dim), dtype=torch.float32, device=z.device)
     kernel, warps = (delta_parts.part_kernel, 4) if splits == 4 else (_decode_kernel, 2)
     kernel[(num_rows, heads, splits)](
-        qkv,
-        z,
-        b,
-        a,
-        *weights[:4],
-        conv_state,
-        state,
-        out,
-        made,
-        arrived,
-        deferred,
-        steps.slots,
-        steps.first_positions,
-        steps.seen_positions,
-        steps.save_slots,
-        weights.eps,
-        qkv.stride(0),
-        z.stride(0),
-        a.stride(0),
-        conv_state.stride(0),
-        state.stride(0),
-        0 if deferred is None else deferred.stride(0),
+        (qkv, z, b, a),
+        weights,
+        (conv_state, state, deferred),
+        (out, made, arrived),
+        steps.rows,
+        (qkv.stride(0), z.stride(0), a.stride(0)),
+        (conv_state.stride(0), state.stride(0), 0 if deferred is None else deferred.stride(0)),
         HEADS=heads,
         GROUP=heads // (key_size // key_dim),
         KEY_SIZE=key_size,
@@ -128,31 +113,13 @@ def num_splits(num_heads: int, block: int) -> int:
 # grid: (rows, value heads, parts of the value columns)
 @triton.jit
 def _decode_kernel(
-    qkv,
-    z,
-    b,
-    a,
-    conv,
-    a_log,
-    dt_bias,
-    norm,
-    conv_state,
-    state,
-    out,
-    made,
-    arrived,
-    deferred,
-    slots,
-    first_positions,
-    seen_positions,
-    save_slots,
-    eps,
-    qkv_stride,
-    z_stride,
-    gate_stride,
-    ring_stride,
-    slot_stride,
-    deferred_stride,
+    tokens,
+    weights,
+    stored,
+    results,
+    rows,
+    token_strides,
+    slot_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -170,6 +137,13 @@ def _decode_kernel(
     DEFERRED: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay this one's
     DEPENDENT: tl.constexpr,
 ):
+    qkv, z, b, a = tokens
+    conv, a_log, dt_bias, norm, eps = weights
+    conv_state, state, deferred = stored
+    out, made, arrived = results
+    slots, first_positions, seen_positions, save_slots = rows
+    qkv_stride, z_stride, gate_stride = token_strides
+    ring_stride, slot_stride, deferred_stride = slot_strides
     if not DEFERRED:
         release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

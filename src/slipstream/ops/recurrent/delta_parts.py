@@ -18,31 +18,13 @@ from slipstream.ops.platform.pdl import release_next, wait_for_previous
 # grid: (rows, value heads, parts of the value columns)
 @triton.jit
 def part_kernel(
-    qkv,
-    z,
-    b,
-    a,
-    conv,
-    a_log,
-    dt_bias,
-    norm,
-    conv_state,
-    state,
-    out,
-    made,
-    arrived,
-    deferred,
-    slots,
-    first_positions,
-    seen_positions,
-    save_slots,
-    eps,
-    qkv_stride,
-    z_stride,
-    gate_stride,
-    ring_stride,
-    slot_stride,
-    deferred_stride,
+    tokens,
+    weights,
+    stored,
+    results,
+    rows,
+    token_strides,
+    slot_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -60,6 +42,13 @@ def part_kernel(
     DEFERRED: tl.constexpr,  # the next kernel starts after the wait: its loads of weights would delay this one's
     DEPENDENT: tl.constexpr,
 ):
+    qkv, z, b, a = tokens
+    conv, a_log, dt_bias, norm, eps = weights
+    conv_state, state, deferred = stored
+    out, made, arrived = results
+    slots, first_positions, seen_positions, save_slots = rows
+    qkv_stride, z_stride, gate_stride = token_strides
+    ring_stride, slot_stride, deferred_stride = slot_strides
     if not DEFERRED:
         release_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

@@ -67,21 +67,12 @@ def gated_delta_rule(
         values = torch.empty((num_tokens, heads, dim), dtype=v.dtype, device=v.device)
         scores = torch.empty((num_tokens, heads, STATE_CHUNK), dtype=v.dtype, device=v.device)
         _factors_kernel[(len(steps.chunks), heads)](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            keys,
-            values,
-            scores,
-            steps.starts,
-            steps.first_positions,
-            steps.seen_positions,
+            (q, k, v, g, beta),
+            (keys, values, scores),
+            (steps.starts, steps.first_positions, steps.seen_positions),
             steps.chunks,
             scale,
-            q.stride(0),
-            v.stride(0),
+            (q.stride(0), v.stride(0)),
             BLOCK=value_block,
             **sizes,
             num_warps=2,
@@ -91,30 +82,16 @@ def gated_delta_rule(
     columns = min(value_block, _COLUMNS // 2 if is_split else _COLUMNS)
     blocks = triton.cdiv(dim, columns)
     _pass_kernel[(heads, blocks, row_programs(num_rows, heads * blocks, v.device))](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        keys,
-        values,
-        scores,
+        (q, k, v, g, beta),
+        (keys, values, scores),
         out,
-        state,
-        steps.slots,
-        steps.starts,
-        steps.first_positions,
-        steps.seen_positions,
-        steps.chunks,
-        steps.chunk_starts,
-        steps.save_slots,
-        deferred,
+        (state, deferred),
+        (steps.slots, steps.starts, steps.first_positions, steps.seen_positions, steps.save_slots),
+        (steps.chunks, steps.chunk_starts),
         scale,
         num_rows,
-        q.stride(0),
-        v.stride(0),
-        state.stride(0),
-        0 if deferred is None else deferred.stride(0),
+        (q.stride(0), v.stride(0)),
+        (state.stride(0), 0 if deferred is None else deferred.stride(0)),
         BLOCK=columns,
         PERIOD=1 if deferred is None else deferred.shape[2] + 1,
         ENTRY=0 if deferred is None else deferred.shape[3],
@@ -128,21 +105,12 @@ def gated_delta_rule(
 # grid: (chunks, value heads)
 @triton.jit
 def _factors_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    keys,
-    values,
-    scores,
-    starts,
-    first_positions,
-    seen_positions,
+    tokens,
+    factors,
+    rows,
     chunks,
     scale,
-    key_stride,
-    value_stride,
+    token_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -153,6 +121,10 @@ def _factors_kernel(
     L2_EPS: tl.constexpr,
     NORM: tl.constexpr,
 ):
+    q, k, v, g, beta = tokens
+    keys, values, scores = factors
+    starts, first_positions, seen_positions = rows
+    key_stride, value_stride = token_strides
     entry = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(chunks + entry * 4)
@@ -214,30 +186,16 @@ def _inverse_norm(x, L2_EPS: tl.constexpr, NORM: tl.constexpr):
 # grid: (value heads, blocks of value columns, programs that take turns in rows); padding rows have no program
 @triton.jit(do_not_specialize=["num_rows"])
 def _pass_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    keys,
-    values,
-    scores,
+    tokens,
+    factors,
     out,
-    state,
-    slots,
-    starts,
-    first_positions,
-    seen_positions,
-    chunks,
-    chunk_starts,
-    save_slots,
-    deferred,
+    stored,
+    rows,
+    parts,
     scale,
     num_rows,
-    key_stride,
-    value_stride,
-    slot_stride,
-    deferred_stride,
+    token_strides,
+    slot_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -250,6 +208,13 @@ def _pass_kernel(
     PERIOD: tl.constexpr,
     ENTRY: tl.constexpr,
 ):
+    q, k, v, g, beta = tokens
+    keys, values, scores = factors
+    state, deferred = stored
+    slots, starts, first_positions, seen_positions, save_slots = rows
+    chunks, chunk_starts = parts
+    key_stride, value_stride = token_strides
+    slot_stride, deferred_stride = slot_strides
     head = tl.program_id(0)
     dim = tl.arange(0, KEY_BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

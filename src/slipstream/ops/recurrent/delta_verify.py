@@ -35,7 +35,7 @@ def delta_verify(
     heads, dim = state.shape[1], state.shape[3]
     assert qkv.stride(1) == z.stride(1) == a.stride(1) == b.stride(1) == 1 and a.stride(0) == b.stride(0)
     made = torch.empty((len(qkv), heads, dim), dtype=torch.float32, device=z.device)
-    _launch((qkv, b, a, made), weights, conv_state, state, steps, replay, qkv.stride(0), a.stride(0))
+    _launch((qkv, b, a, made), weights, conv_state, state, steps, replay, (qkv.stride(0), a.stride(0)))
     return gated_rms_norm(made, z.unflatten(1, (heads, dim)), weights.norm, weights.eps).flatten(1)
 
 
@@ -47,7 +47,7 @@ def delta_replay_(
     steps: RecurrentSteps,
 ) -> None:
     """As the reference, which describes the arguments."""
-    _launch((None, None, None, None), weights, conv_state, state, steps, replay, 0, 0)
+    _launch((None, None, None, None), weights, conv_state, state, steps, replay, (0, 0))
 
 
 def _launch(
@@ -57,36 +57,24 @@ def _launch(
     state: torch.Tensor,
     steps: RecurrentSteps,
     replay: torch.Tensor,
-    qkv_stride: int,
-    gate_stride: int,
+    token_strides: tuple[int, int],
 ) -> None:
-    """`tokens`: qkv, b, a and the output of the step's tokens; None: the step only replays."""
+    """`tokens`: qkv, b, a and the output of the step's tokens; None: the step only replays. `token_strides`: of qkv, of
+    a and b."""
     heads, key_dim, dim = state.shape[1:]
     key_size = (conv_state.shape[1] - heads * dim) // 2
-    width, ring, drafts = weights.conv.shape[1], conv_state.shape[2], steps.drafts
-    assert drafts is not None and replay[0].is_contiguous() and replay.shape[2] == 2 * heads
+    width, ring = weights.conv.shape[1], conv_state.shape[2]
+    assert replay[0].is_contiguous() and replay.shape[2] == 2 * heads
     assert weights.conv.is_contiguous() and conv_state.stride()[1:] == (ring, 1)
     assert state.stride()[1:] == (key_dim * dim, dim, 1)
     block = min(_COLUMNS, max(16, triton.next_power_of_2(dim)))
     _verify_kernel[(len(steps.slots), heads, triton.cdiv(dim, block))](
-        *tokens,
-        weights.conv,
-        weights.a_log,
-        weights.dt_bias,
-        conv_state,
-        state,
-        replay,
-        steps.slots,
-        steps.first_positions,
-        drafts.bases,
-        drafts.counts,
-        drafts.save_slots,
-        drafts.save_positions,
-        qkv_stride,
-        gate_stride,
-        conv_state.stride(0),
-        state.stride(0),
-        replay.stride(0),
+        tokens,
+        weights[:3],
+        (conv_state, state, replay),
+        steps.drafted_rows,
+        token_strides,
+        (conv_state.stride(0), state.stride(0), replay.stride(0)),
         HEADS=heads,
         GROUP=heads // (key_size // key_dim),
         KEY_SIZE=key_size,
@@ -106,27 +94,12 @@ def _launch(
 # grid: (draws, value heads, blocks of value columns); only the first draw of each row has work
 @triton.jit
 def _verify_kernel(
-    qkv,
-    b,
-    a,
-    out,
-    conv,
-    a_log,
-    dt_bias,
-    conv_state,
-    state,
-    replay,
-    slots,
-    first_positions,
-    bases,
-    counts,
-    save_slots,
-    save_positions,
-    qkv_stride,
-    gate_stride,
-    ring_stride,
-    slot_stride,
-    replay_stride,
+    tokens,
+    weights,
+    stored,
+    rows,
+    token_strides,
+    slot_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -140,6 +113,12 @@ def _verify_kernel(
     KEY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    qkv, b, a, out = tokens
+    conv, a_log, dt_bias = weights
+    conv_state, state, replay = stored
+    slots, first_positions, bases, counts, save_slots, save_positions = rows
+    qkv_stride, gate_stride = token_strides
+    ring_stride, slot_stride, replay_stride = slot_strides
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first = tl.load(first_positions + row)

@@ -57,25 +57,13 @@ def scan_chunks(
         PRECISION="tf32x3",
     )
     _factors_kernel[(len(steps.chunks), num_groups)](
-        dt,
-        b,
-        c,
-        weights.a_log,
-        weights.dt_bias,
-        sizes,
-        totals,
-        logs,
-        scores,
-        steps.starts,
-        steps.first_positions,
-        steps.seen_positions,
+        (dt, b, c),
+        weights,
+        (sizes, totals, logs, scores),
+        (steps.starts, steps.first_positions, steps.seen_positions),
         steps.chunks,
-        weights.dt_min,
-        weights.dt_max,
         num_tokens,
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
+        (dt.stride(0), b.stride(0), c.stride(0)),
         BLOCK=_HEADS,
         **shape,
         num_warps=4,
@@ -89,26 +77,15 @@ def scan_chunks(
     tile = choose_tile(head_dim, state_size, num_rows * num_heads, x.element_size(), x.device)
     blocks = triton.cdiv(head_dim, tile["BLOCK"])
     _pass_kernel[(num_heads, blocks, row_programs(num_rows, num_heads * blocks, x.device))](
-        x,
-        b,
-        c,
-        sizes,
-        totals,
-        scores,
+        (x, b, c, out),
+        (sizes, totals, scores),
         weights.d,
         state,
-        out,
-        steps.slots,
-        steps.starts,
-        steps.first_positions,
-        steps.seen_positions,
-        steps.chunks,
-        steps.chunk_starts,
+        (steps.slots, steps.starts, steps.first_positions, steps.seen_positions),
+        (steps.chunks, steps.chunk_starts),
         num_tokens,
         num_rows,
-        x.stride(0),
-        b.stride(0),
-        c.stride(0),
+        (x.stride(0), b.stride(0), c.stride(0)),
         state.stride(0),
         SINGLE=is_hopper,
         DIM=head_dim,
@@ -142,25 +119,13 @@ def choose_tile(
 # grid: (chunks, groups)
 @triton.jit(do_not_specialize=["num_tokens"])
 def _factors_kernel(
-    dt,
-    b,
-    c,
-    a_log,
-    dt_bias,
-    sizes,
-    totals,
-    logs,
-    scores,
-    starts,
-    first_positions,
-    seen_positions,
+    tokens,
+    weights,
+    factors,
+    rows,
     chunks,
-    dt_min,
-    dt_max,
     num_tokens,
-    dt_stride,
-    b_stride,
-    c_stride,
+    token_strides,
     HEADS: tl.constexpr,
     HEADS_OF_GROUP: tl.constexpr,
     STATE: tl.constexpr,
@@ -169,6 +134,11 @@ def _factors_kernel(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    dt, b, c = tokens
+    a_log, dt_bias, _, dt_min, dt_max = weights
+    sizes, totals, logs, scores = factors
+    starts, first_positions, seen_positions = rows
+    dt_stride, b_stride, c_stride = token_strides
     entry = tl.program_id(0)
     group = tl.program_id(1)
     row = tl.load(chunks + entry * 4)
@@ -218,26 +188,15 @@ def _factors_kernel(
 # grid: (heads, blocks of a head, programs that take turns in rows); padding rows have no program
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _pass_kernel(
-    x,
-    b,
-    c,
-    sizes,
-    totals,
-    scores,
+    tokens,
+    factors,
     d,
     state,
-    out,
-    slots,
-    starts,
-    first_positions,
-    seen_positions,
-    chunks,
-    chunk_starts,
+    rows,
+    parts,
     num_tokens,
     num_rows,
-    x_stride,
-    b_stride,
-    c_stride,
+    token_strides,
     slot_stride,
     HEADS: tl.constexpr,
     HEADS_OF_GROUP: tl.constexpr,
@@ -250,6 +209,11 @@ def _pass_kernel(
     BLOCK: tl.constexpr,
 ):
     """SINGLE: only rows of one token."""
+    x, b, c, out = tokens
+    sizes, totals, scores = factors
+    slots, starts, first_positions, seen_positions = rows
+    chunks, chunk_starts = parts
+    x_stride, b_stride, c_stride = token_strides
     num_entries = tl.load(chunk_starts + num_rows)
     if num_entries == 0:
         return

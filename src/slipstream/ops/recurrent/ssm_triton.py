@@ -40,23 +40,11 @@ def ssd_scan(
         return out
     block = min(32, triton.next_power_of_2(head_dim))
     _ssd_kernel[(len(steps.slots), num_heads, triton.cdiv(head_dim, block))](
-        x,
-        dt,
-        b,
-        c,
-        *weights[:3],
+        (x, dt, b, c, out),
+        weights,
         state,
-        out,
-        steps.slots,
-        steps.first_positions,
-        steps.seen_positions,
-        steps.save_slots,
-        weights.dt_min,
-        weights.dt_max,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
+        steps.rows,
+        (x.stride(0), dt.stride(0), b.stride(0), c.stride(0)),
         state.stride(0),
         HEADS=num_heads,
         HEADS_OF_GROUP=num_heads // num_groups,
@@ -72,25 +60,11 @@ def ssd_scan(
 # grid: (rows of one token each, heads, blocks of a head)
 @triton.jit
 def _ssd_kernel(
-    x,
-    dt,
-    b,
-    c,
-    a_log,
-    dt_bias,
-    d,
+    tokens,
+    weights,
     state,
-    out,
-    slots,
-    first_positions,
-    seen_positions,
-    save_slots,
-    dt_min,
-    dt_max,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
+    rows,
+    token_strides,
     state_stride,
     HEADS: tl.constexpr,
     HEADS_OF_GROUP: tl.constexpr,
@@ -99,6 +73,10 @@ def _ssd_kernel(
     BLOCK: tl.constexpr,
     PADDED_STATE: tl.constexpr,
 ):
+    x, dt, b, c, out = tokens
+    a_log, dt_bias, d, dt_min, dt_max = weights
+    slots, first_positions, seen_positions, save_slots = rows
+    x_stride, dt_stride, b_stride, c_stride = token_strides
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -157,27 +135,12 @@ def selective_scan(
             return out
     block = min(64, triton.next_power_of_2(num_channels))
     _selective_kernel[(len(steps.slots), triton.cdiv(num_channels, block))](
-        x,
-        dt,
-        b,
-        c,
-        z,
-        weights.a_log,
-        weights.dt_bias,
-        weights.d,
+        (x, dt, b, c, z, out),
+        weights,
         state,
-        out,
-        steps.slots,
-        steps.first_positions,
-        steps.seen_positions,
-        steps.chunks,
-        steps.chunk_starts,
-        steps.save_slots,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        z.stride(0),
+        steps.rows,
+        (steps.chunks, steps.chunk_starts),
+        (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), z.stride(0)),
         state.stride(0),
         CHANNELS=num_channels,
         STATE=state_size,
@@ -213,27 +176,12 @@ def _entry(chunks, save_slots, row, entry):
 # grid: (rows, blocks of channels)
 @triton.jit
 def _selective_kernel(
-    x,
-    dt,
-    b,
-    c,
-    z,
-    a_log,
-    dt_bias,
-    d,
+    tokens,
+    weights,
     state,
-    out,
-    slots,
-    first_positions,
-    seen_positions,
-    chunks,
-    chunk_starts,
-    save_slots,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    z_stride,
+    rows,
+    parts,
+    token_strides,
     state_stride,
     CHANNELS: tl.constexpr,
     STATE: tl.constexpr,
@@ -241,6 +189,11 @@ def _selective_kernel(
     PADDED_STATE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    x, dt, b, c, z, out = tokens
+    a_log, dt_bias, d = weights
+    slots, first_positions, seen_positions, save_slots = rows
+    chunks, chunk_starts = parts
+    x_stride, dt_stride, b_stride, c_stride, z_stride = token_strides
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_STATE)

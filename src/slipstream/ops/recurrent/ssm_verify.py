@@ -32,23 +32,12 @@ def ssd_verify(
     block = min(32, triton.next_power_of_2(head_dim))
     assert replay[0].is_contiguous()
     _ssd_kernel[(len(steps.slots), num_heads, triton.cdiv(head_dim, block))](
-        x,
-        dt,
-        b,
-        c,
-        *weights[:3],
-        state,
-        replay,
-        out,
-        *_rows(steps),
-        weights.dt_min,
-        weights.dt_max,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        state.stride(0),
-        replay.stride(0),
+        (x, dt, b, c, out),
+        weights,
+        (state, replay),
+        steps.drafted_rows,
+        (x.stride(0), dt.stride(0), b.stride(0), c.stride(0)),
+        (state.stride(0), replay.stride(0)),
         HEADS=num_heads,
         HEADS_OF_GROUP=num_heads // num_groups,
         DIM=head_dim,
@@ -79,23 +68,12 @@ def selective_verify(
     block = min(64, triton.next_power_of_2(num_channels))
     assert replay[0].is_contiguous()
     _selective_kernel[(len(steps.slots), triton.cdiv(num_channels, block))](
-        x,
-        dt,
-        b,
-        c,
-        z,
-        *weights,
-        state,
-        replay,
-        out,
-        *_rows(steps),
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        z.stride(0),
-        state.stride(0),
-        replay.stride(0),
+        (x, dt, b, c, z, out),
+        weights,
+        (state, replay),
+        steps.drafted_rows,
+        (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), z.stride(0)),
+        (state.stride(0), replay.stride(0)),
         CHANNELS=num_channels,
         STATE=state_size,
         COLUMNS=replay.shape[1],
@@ -107,46 +85,15 @@ def selective_verify(
     )
 
 
-def _rows(steps: RecurrentSteps) -> tuple[torch.Tensor, ...]:
-    drafts = steps.drafts
-    assert drafts is not None
-    return (
-        steps.slots,
-        steps.first_positions,
-        drafts.bases,
-        drafts.counts,
-        drafts.save_slots,
-        drafts.save_positions,
-    )
-
-
 # grid: (draws, heads, blocks of a head); only the first draw of each row has work
 @triton.jit
 def _ssd_kernel(
-    x,
-    dt,
-    b,
-    c,
-    a_log,
-    dt_bias,
-    d,
-    state,
-    replay,
-    out,
-    slots,
-    first_positions,
-    bases,
-    counts,
-    save_slots,
-    save_positions,
-    dt_min,
-    dt_max,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    state_stride,
-    replay_stride,
+    tokens,
+    weights,
+    stored,
+    rows,
+    token_strides,
+    slot_strides,
     HEADS: tl.constexpr,
     HEADS_OF_GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -157,6 +104,12 @@ def _ssd_kernel(
     BLOCK: tl.constexpr,
     PADDED_STATE: tl.constexpr,
 ):
+    x, dt, b, c, out = tokens
+    a_log, dt_bias, d, dt_min, dt_max = weights
+    state, replay = stored
+    slots, first_positions, bases, counts, save_slots, save_positions = rows
+    x_stride, dt_stride, b_stride, c_stride = token_strides
+    state_stride, replay_stride = slot_strides
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first = tl.load(first_positions + row)
@@ -229,30 +182,12 @@ def _ssd_kernel(
 # grid: (draws, blocks of channels); only the first draw of each row has work
 @triton.jit
 def _selective_kernel(
-    x,
-    dt,
-    b,
-    c,
-    z,
-    a_log,
-    dt_bias,
-    d,
-    state,
-    replay,
-    out,
-    slots,
-    first_positions,
-    bases,
-    counts,
-    save_slots,
-    save_positions,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    z_stride,
-    state_stride,
-    replay_stride,
+    tokens,
+    weights,
+    stored,
+    rows,
+    token_strides,
+    slot_strides,
     CHANNELS: tl.constexpr,
     STATE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -261,6 +196,12 @@ def _selective_kernel(
     BLOCK: tl.constexpr,
     PADDED_STATE: tl.constexpr,
 ):
+    x, dt, b, c, z, out = tokens
+    a_log, dt_bias, d = weights
+    state, replay = stored
+    slots, first_positions, bases, counts, save_slots, save_positions = rows
+    x_stride, dt_stride, b_stride, c_stride, z_stride = token_strides
+    state_stride, replay_stride = slot_strides
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(first_positions + row)
     base = tl.load(bases + row)

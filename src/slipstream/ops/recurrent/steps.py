@@ -197,6 +197,19 @@ class RecurrentSteps:
         return self.is_single or int(self.num_tokens.sum()) == num_tokens
 
     @property
+    def rows(self) -> tuple[torch.Tensor | None, ...]:
+        """Tables by row for kernels of one token per row, [B] each: slots, first and seen positions, slots of saves."""
+        return self.slots, self.first_positions, self.seen_positions, self.save_slots
+
+    @property
+    def drafted_rows(self) -> tuple[torch.Tensor, ...]:
+        """The same with drafts: slots, first positions, bases, counts, and slots and positions of saves."""
+        drafts = self.drafts
+        assert drafts is not None
+        saves = drafts.save_slots, drafts.save_positions
+        return self.slots, self.first_positions, drafts.bases, drafts.counts, *saves
+
+    @property
     def is_verified(self) -> bool:
         """Host: whether this is a step of one token per row in which rows may have drafts or replay tokens."""
         return self.is_single and self.drafts is not None and not self.drafts.is_plain

@@ -69,7 +69,7 @@ def test_files_are_in_the_memory_of_a_gpu_but_for_what_is_offloaded(tmp_path):
     offloaded = msgspec.structs.replace(config.model, offload_bytes=1000)
     on_gpu = msgspec.structs.replace(config, device=device)
     sizes = [
-        ModelDescription.of(Options(), each, description.defaults).gpu_bytes
+        ModelDescription.of(Options(), each, description.defaults, 0).gpu_bytes
         for each in (config, on_gpu, msgspec.structs.replace(on_gpu, model=offloaded))
     ]
     assert sizes == [0, description.weights.num_bytes, description.weights.num_bytes - 1000]

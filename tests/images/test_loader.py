@@ -17,12 +17,12 @@ import pytest
 from PIL import Image
 
 from patience import PATIENCE
-from slipstream.base.errors import InvalidImage, InvalidOption, QueueFull
+from slipstream.base.errors import InvalidImage, QueueFull
 from slipstream.base.processes import LimitedChild
 from slipstream.checkpoint.image_info import ImageInfo, read_image_info
 from slipstream.images import fetch, loader, worker
 from slipstream.images.fetch import FetchRules
-from slipstream.images.loader import ImageLoader, MediaRules, open_images, read_allowed
+from slipstream.images.loader import ImageLoader, MediaRules, read_allowed
 from slipstream.images.pixels import PreparedImage
 from tiny_vision import picture, write_vision
 
@@ -38,7 +38,7 @@ def info(tmp_path_factory: pytest.TempPathFactory) -> ImageInfo:
 
 @pytest.fixture(scope="module")
 def images(info: ImageInfo) -> Iterator[ImageLoader]:
-    made = open_images(info, MediaRules(max_pixels=10**6, max_image_bytes=10**6), 2)
+    made = ImageLoader(info, MediaRules(max_pixels=10**6, max_image_bytes=10**6), 2)
     yield made
     made.close()
 
@@ -145,7 +145,7 @@ class TestFiles:
         return tmp_path / "media"
 
     def test_a_file_below_the_folder_is_read(self, folder: Path, info: ImageInfo) -> None:
-        made = open_images(info, MediaRules(folder=str(folder)), 1)
+        made = ImageLoader(info, MediaRules(folder=str(folder)), 1)
         for url in (f"file://{folder}/deep/a b.png", f"file://localhost{folder}/deep/a%20b.png"):
             assert load(made, url)[0].num_tokens == 6
         made.close()
@@ -379,11 +379,3 @@ def test_prepared_images_that_are_kept_have_a_limit(info: ImageInfo, monkeypatch
     tiny.load(files[0])
     assert tiny.count == 2
     tiny.images.close()
-
-
-def test_without_pillow_the_error_says_what_to_install(info: ImageInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(InvalidOption, match=r"install slipstream\[images\]"):
-        open_images(info, MediaRules())

@@ -31,17 +31,12 @@ USED_BY_OTHERS = {  # top-level names that no code of the package uses: reason
     "matrix.scaled_linear": "the oracle of the kernels (law 8); the layer dequantises",
     "matrix.integer_linear": "likewise",
     **dict.fromkeys(
-        ["image_info.read_image_info", "loader.open_images", "prompt.expand_text", "prompt.expand_ids"]
-        + ["prompt.spell_image", "prompt.spell_video"]
-        + [f"layout.{name}" for name in ("ImageViews", "lay_out", "_ViewLayout", "_lay_out_view", "_joined")]
-        + [f"layout.{name}" for name in ("_window_numbers", "_table_taps", "_axis_taps", "_starts")],
-        "the interfaces and the scheduling of images will",
+        ["prompt.expand_text", "prompt.spell_video"], "videos, and families with words around images, will"
     ),
 }
 CLASSES_OF_OTHERS = {  # whose methods others call, beside the public classes
     **dict.fromkeys(["StepEngine", "EngineMethods", "UnfinishedRequests"], "bases of public classes"),
     **dict.fromkeys(["ModelConfigView", "LogprobList"], "what scripts for vLLM read"),
-    "TowerShape": "the scheduling of images will",
     "ScriptTokenizer": "what scripts call of transformers' tokenizers",
     **dict.fromkeys(["ProxiedRequest", "ProxiedAnswer"], "httptools calls them"),
     "Metrics": "prometheus_client calls collect",

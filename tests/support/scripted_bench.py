@@ -11,6 +11,7 @@ import numpy as np
 from hand_cache import make_spec
 from scripted import ScriptedExecutor
 from scripted_tokens import IMAGE, alone, horizon, pooled
+from slipstream.checkpoint.model_info import ModelSizes
 from slipstream.config.config import CacheConfig, ImageConfig, SchedulerConfig, StateConfig
 from slipstream.contracts.cache_spec import CacheGroup, StateField, StateSpec
 from slipstream.contracts.images import ImageInput, ImageSpan, PromptImages
@@ -57,7 +58,8 @@ PATCHES_PER_TOKEN = 4
 def make_images(num_slots: int = 32, slot_rows: int = 2, step_patches: int = 64, max_patches: int = 256) -> ImageConfig:
     return ImageConfig(
         num_slots=num_slots, slot_rows=slot_rows, row_size=1, step_patches=step_patches, max_patches=max_patches,
-        patch_bytes=2, patches_per_token=PATCHES_PER_TOKEN, has_parts=True,
+        patch_bytes=2, patch_values=2, hidden_size=1, sizes=ModelSizes(), patches_per_token=PATCHES_PER_TOKEN,
+        has_parts=True,
     )  # fmt: skip
 
 

@@ -188,8 +188,8 @@ class LLM(EngineMethods):
         are refused unless they are None.
         """
         check_unused(unused, "tokenization_kwargs", "mm_processor_kwargs")
-        batch = as_batch(prompts)
         served = self._model(model, "generate")
+        batch = served.inputs.images.load_all(as_batch(prompts), add_special_tokens=True)
         return self._run(
             served, batch, sampling_params, use_tqdm, priority, cache_salt, lora_request, on_result,
             add_special_tokens=True,
@@ -228,7 +228,7 @@ class LLM(EngineMethods):
         conversations: Any = messages if many else [messages]
         served = self._model(model, "generate")
         texts = [
-            served.inputs.render_chat(
+            served.inputs.render_chat_prompt(
                 conversation,
                 chat_template=chat_template,
                 tools=tools,
@@ -240,8 +240,9 @@ class LLM(EngineMethods):
             for conversation in conversations
         ]
         # the chat template adds special tokens itself
+        batch = served.inputs.images.load_all(texts, add_special_tokens=False)
         return self._run(
-            served, texts, sampling_params, use_tqdm, None, None, lora_request, on_result, add_special_tokens=False
+            served, batch, sampling_params, use_tqdm, None, None, lora_request, on_result, add_special_tokens=False
         )
 
     def decide(
@@ -323,7 +324,8 @@ class LLM(EngineMethods):
     ) -> Iterator[RequestOutput]:
         """Yields the results of one prompt as they grow. Breaking out of the loop aborts the request."""
         served = self._model(model, "generate")
-        return self._stream(served, prompt, sampling_params, lora_request, add_special_tokens=True)
+        (loaded,) = served.inputs.images.load_all([prompt], add_special_tokens=True)
+        return self._stream(served, loaded, sampling_params, lora_request, add_special_tokens=True)
 
     def stream_chat(
         self,
@@ -335,8 +337,9 @@ class LLM(EngineMethods):
         **template: Any,
     ) -> Iterator[RequestOutput]:
         served = self._model(model, "generate")
-        text = served.inputs.render_chat(messages, **template)
-        return self._stream(served, text, sampling_params, lora_request, add_special_tokens=False)
+        prompt = served.inputs.render_chat_prompt(messages, **template)
+        (loaded,) = served.inputs.images.load_all([prompt], add_special_tokens=False)
+        return self._stream(served, loaded, sampling_params, lora_request, add_special_tokens=False)
 
     encode = waits_for(with_tensors(AsyncEngine.encode))
     embed = waits_for(AsyncEngine.embed)
@@ -376,6 +379,8 @@ class LLM(EngineMethods):
             if not driver.closed:
                 self._free()
                 self._beam_grammars.close()
+                for served in self.models.values():
+                    served.inputs.images.close()
                 self.cores.clear()
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -15,6 +15,7 @@ MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row ma
 MAX_KEPT_MASKS = 16384
 MAX_KEPT_MASK_BYTES = 32 << 20
 _MASKS_PER_SET = 4  # NUM_WAYS in scheduler/grammar/masks.c
+PATCH_INDICES = 160  # bytes of a patch's indices: its place before and after sorting, row, column, 4 taps of a table
 ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 
 
@@ -35,6 +36,10 @@ def arena_bytes(config: EngineConfig) -> int:
         new_pages += 2 * 3 * 4 * config.adapters.max_loras
     if scheduler.prompt_embeds:  # an index and an embedding
         per_token += 8 + config.model.info.hidden_size * (8 if config.model.dtype == "float64" else 4)
+    if config.images is not None:  # of a token of an image a row of the arena, and a position of three parts
+        per_token += 8 * (1 + 1 + 1 + 3)
+        patches = max(config.images.step_patches, config.images.max_patches)
+        new_pages += patches * (config.images.patch_bytes + PATCH_INDICES)
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16

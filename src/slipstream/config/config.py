@@ -425,10 +425,23 @@ class ImageConfig(msgspec.Struct, frozen=True):
     slot_rows: int
     row_size: int  # elements
     step_patches: int  # that one step encodes, unless a single image has more
-    max_patches: int  # of a single image
+    max_patches: int  # of a single image, by the image processor and the model length
     patch_bytes: int  # of a patch, as it is uploaded
+    patch_values: int  # of a patch with all of its frames
+    hidden_size: int  # of the tower
+    sizes: ModelSizes  # of the tower, per patch
     patches_per_token: int
     has_parts: bool  # positions have three parts: frame, row, column
+
+    def fitted(self, length: int, step_tokens: int) -> ImageConfig:
+        """For requests of up to `length` tokens: the largest image fits the arena, and so do those of one step."""
+        most = min(self.max_patches // self.patches_per_token, length)
+        return msgspec.structs.replace(
+            self,
+            num_slots=-(-max(most, min(step_tokens, length)) // self.slot_rows),
+            step_patches=step_tokens * self.patches_per_token,
+            max_patches=most * self.patches_per_token,
+        )
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):

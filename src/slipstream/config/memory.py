@@ -33,7 +33,7 @@ from slipstream.config.buffer_size import (
     score_bytes,
     token_result_bytes,
 )
-from slipstream.config.config import CacheConfig, EngineConfig, ModelConfig, StateConfig
+from slipstream.config.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, StateConfig
 from slipstream.contracts.cache_spec import ITEMSIZE, STATE_CHUNK, CacheGroup
 
 SCORED_AT_ONCE = 64
@@ -64,6 +64,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     states: int  # recurrent states of all rows and of the padding row
     checkpoints: int  # recurrent states kept for prefix caching
     tables: int  # page tables, lengths and sampling parameters of all rows; outputs of captured steps for their heads
+    images: int  # rows that the tower made of images
     features: int  # penalty counts and biases, if every row uses them; stored queries
     staging: int
     staging_host: int
@@ -87,7 +88,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_device(self) -> int:
         rings = self.staging + self.masks + self.results + self.result_growth
-        kept = self.cache + self.tier + self.mirror + self.states + self.checkpoints
+        kept = self.cache + self.tier + self.mirror + self.states + self.checkpoints + self.images
         return (
             self.weights + self.adapters + kept + self.tables + self.features + rings + self.activations + self.graphs
         )
@@ -149,6 +150,11 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
     if not on_cpu:
         models = [config.model] if config.draft is None else [config.model, config.draft.model]
         hidden += max(map(dequantized_bytes, models))
+    images = 0
+    if config.images is not None:
+        rows_of_images = config.images.num_slots * config.images.slot_rows
+        images = rows_of_images * config.images.row_size * size
+        hidden = max(hidden, tower_bytes(config.images, size))
     captures = not on_cpu and not config.device.eager
     num_drafts = 0 if scheduler.drafts is None else scheduler.drafts.num_drafts
     masks = kept_masks = 0
@@ -177,6 +183,7 @@ def estimate_memory(config: EngineConfig, weights: int) -> MemoryEstimate:
         states=0 if cache.states is None else rows * cache.states.num_bytes,
         checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.checkpoint_bytes,
         tables=tables + (sum(graph_output_bytes(config)) if captures else 0),
+        images=images,
         features=query_bytes(config)
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
@@ -202,6 +209,16 @@ def adapted_bytes(config: EngineConfig, adapters: AdapterConfig) -> int:
     largest = max(info.hidden_size, config.model.sizes.widest)
     inner = max(tokens, min(tokens, FEW_ADAPTED) * -(-largest // ADAPTED_INPUTS)) * adapters.widest * 4
     return inner + tokens * (info.hidden_size + 2 * largest) * size
+
+
+def tower_bytes(images: ImageConfig, itemsize: int) -> int:
+    """Upper bound of the activations of a tower. They are freed before the forward begins."""
+    patches = max(images.step_patches, images.max_patches)
+    sizes = images.sizes
+    per_patch = (4 * images.hidden_size + sizes.widest + sizes.rotary) * itemsize
+    pixels = images.patch_values * (4 + 2 * itemsize)  # normalised, in the model's dtype, with all frames
+    rows = patches // images.patches_per_token * images.row_size * itemsize
+    return patches * (per_patch + pixels + 128) + 2 * rows
 
 
 def dequantized_bytes(model: ModelConfig) -> int:

@@ -169,6 +169,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
     ] = False
+    limit_mm_per_prompt: Annotated[
+        dict[str, Any] | str | None,
+        doc('images per prompt, as JSON: {"image": 4}; 0 loads the text part only. Default: 16'),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | str | None,
+        doc('fields of the image processor, as JSON: {"max_pixels": 1003520}'),
+    ] = None
+    allowed_media_domains: Annotated[list[str] | None, doc('domains from which images are fetched, "*": all')] = None
+    allowed_local_media_path: Annotated[str, doc("folder whose files may be images")] = ""
     speculative_config: Annotated[
         dict[str, Any] | str | None,
         doc(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from slipstream.base.errors import InvalidOption, NotEnoughMemory
+from slipstream.checkpoint.image_info import ImageInfo
 from slipstream.checkpoint.model_info import ModelInfo, ModelSizes
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.checkpoint.quantization import choose_quantization
@@ -32,6 +33,7 @@ from slipstream.config.config import (
     DraftConfig,
     DraftModelConfig,
     EngineConfig,
+    ImageConfig,
     ModelConfig,
     SchedulerConfig,
     TransferConfig,
@@ -52,6 +54,8 @@ class Source(msgspec.Struct, frozen=True):
     name: str
     num_bytes: int  # of the weights once loaded
     sizes: ModelSizes  # of a step's activations
+    images: ImageInfo | None = None  # how the model sees images; None: only its text part runs
+    tower: ImageConfig | None = None  # at any length
 
 
 def resolve_dtype(options: Options, info: ModelInfo, machine: Machine) -> str:
@@ -140,6 +144,7 @@ def resolve(
             record=resolve_record(options),
             draft=None if draft is None else draft.of_length(length),
             adapters=adapters,
+            images=None if source.tower is None else source.tower.fitted(length, limits.tokens(length)),
             transfer=transfer,
         )
 
@@ -290,6 +295,7 @@ def model_config(
         num_ranks=options.tensor_parallel_size,
         by_expert=options.enable_expert_parallel,
         num_engines=options.data_parallel_size if options.enable_expert_parallel else 1,
+        images=source.images,
     )
 
 

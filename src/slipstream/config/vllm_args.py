@@ -19,7 +19,7 @@ from slipstream.base.errors import InvalidOption
 _PARALLEL = (
     "tensor_parallel_size divides a model among ranks, data_parallel_size runs copies, and there is no other division"
 )
-_MEDIA = "models read text only"
+_MEDIA = "models read texts and images"
 _OFFLOAD = "cpu_offload_gb chooses whole layers, the last ones, and prefetches one"
 _COMPILE = "there is no compiler, and graphs are captured by step size; enforce_eager=True turns them off"
 _KERNELS = "kernels are chosen by shape and device"
@@ -50,12 +50,12 @@ NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(("specialize_active_lora", "enable_mixed_moe_lora_format", "enable_tower_connector_lora"),
                     "steps with adapters have graphs of their own; adapters of experts and images are refused by name"),
     **dict.fromkeys(
-        ("allowed_local_media_path", "allowed_media_domains", "enable_mm_embeds", "interleave_mm_strings",
+        ("enable_mm_embeds", "interleave_mm_strings",
          "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
          "mm_encoder_tp_mode", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
          "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin", "skip_mm_profiling",
          "video_pruning_rate", "mm_tensor_ipc", "disable_chunked_mm_input", "enable_mm_processor_stats",
-         "language_model_only", "limit_mm_per_prompt"), f"it is for images, audio and video; {_MEDIA}"),
+         "language_model_only"), f"it is for images, audio and video; {_MEDIA}"),
     **dict.fromkeys(("compilation_config", "optimization_level", "cudagraph_capture_sizes",
                      "max_cudagraph_capture_size"), _COMPILE),
     **dict.fromkeys(("attention_backend", "attention_config", "enable_flashinfer_autotune"), _KERNELS),
@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_patterns": (("original/**/*", ["original/**/*"], []), "only the files that are read are downloaded"),
     "disable_sliding_window": ((False,), "the window is part of the model; lower max_model_len instead"),
     "enable_return_routed_experts": ((False,), "the experts of a token are not reported"),
-    **dict.fromkeys(("mm_processor_kwargs", "default_mm_loras"), (({},), _MEDIA)),
+    "default_mm_loras": (({},), _MEDIA),
     "mm_encoder_only": ((False,), _MEDIA),
     "lora_dtype": (("auto",), "adapters have the model's dtype"),
     "lora_target_modules": ((), "every linear layer, the embedding and lm_head can have an adapter"),

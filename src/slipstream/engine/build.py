@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.base.errors import InvalidOption, UnsupportedModel, naming_model
+from slipstream.base.errors import BadCheckpoint, InvalidOption, UnsupportedModel, naming_model
 from slipstream.base.files import load_json
 from slipstream.checkpoint.architecture import find_architecture
 from slipstream.checkpoint.generation import (
@@ -20,6 +20,7 @@ from slipstream.checkpoint.generation import (
 )
 from slipstream.checkpoint.gguf_file import GgufFile
 from slipstream.checkpoint.gguf_info import gguf_model_info
+from slipstream.checkpoint.image_info import ImageInfo, SmartSize, read_image_info
 from slipstream.checkpoint.locate import LocatedModel, locate, require_weights
 from slipstream.checkpoint.model_info import ModelInfo, check_info, read_model_info
 from slipstream.checkpoint.sentence_modules import static_folder
@@ -36,7 +37,7 @@ from slipstream.config.checks import (
     check_tier,
     resolve_cache_dtype,
 )
-from slipstream.config.config import EngineConfig, read_draft_config
+from slipstream.config.config import EngineConfig, ImageConfig, read_draft_config
 from slipstream.config.memory import MemoryEstimate, estimate_memory
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
@@ -54,6 +55,7 @@ from slipstream.nn.encoder import EncoderShape
 from slipstream.nn.load import as_stored, weight_bytes, with_stored_width
 from slipstream.nn.registry import find_family, has_family
 from slipstream.nn.sharding import find_local_shape
+from slipstream.nn.towers.families import find_tower
 from slipstream.nn.update import ModelWeights
 from slipstream.ops.platform.compile_ahead import start_triton
 from slipstream.params.processors import LogitsProcessor
@@ -101,7 +103,8 @@ def _open(options: Options, located: LocatedModel) -> Opened:
             "logits_processors out"
         )
     processors = find_classes(options.logits_processors or ()) if config.model.generates else ()
-    description = ModelDescription.of(options, config, defaults)
+    reason = why_no_images(options, located, info)
+    description = ModelDescription.of(options, config, defaults, reason or max_images(options))
     return Opened(config, num_bytes, description, processors, file)
 
 
@@ -261,7 +264,14 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> tuple[En
     ) or (None, [])
     groups = group_sites([*specs, *draft_specs])
     sizes = shape.sizes(machine.kind == "cpu")
-    source = Source(str(located.path), located.kind, located.name, 0, sizes)
+    images = None
+    if reason := why_no_images(options, located, info):
+        if options.mm_processor_kwargs:
+            raise InvalidOption(f"mm_processor_kwargs is for images, and {reason}; remove it")
+    else:
+        images = image_info(options, located)
+    tower = None if images is None else image_config(info, images, on_cpu=machine.kind == "cpu")
+    source = Source(str(located.path), located.kind, located.name, 0, sizes, images, tower)
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     num_bytes += 0 if draft is None else draft_weight_bytes(draft, info, machine.kind)
@@ -361,6 +371,88 @@ def for_backend(options: Options, info: ModelInfo) -> Options:
             "weights are not quantised; leave it out"
         )
     return msgspec.structs.replace(options, enforce_eager=options.enforce_eager or bool(info.backend_waits))
+
+
+# Which images a model takes.
+
+SLOT_ROWS = 32  # of the arena of images: larger slots waste rows, smaller ones cost the host time
+MAX_IMAGES = 16  # of a prompt, unless limit_mm_per_prompt says another number
+
+
+def image_info(options: Options, located: LocatedModel) -> ImageInfo | None:
+    return read_image_info(located.path, override_fields("mm_processor_kwargs", options.mm_processor_kwargs))
+
+
+def why_no_images(options: Options, located: LocatedModel, info: ModelInfo) -> str:
+    """The reason why an engine with these options takes no images; empty: it takes some."""
+    if located.kind != "folder" or info.backend_folder or not isinstance(info.extra.get("vision_config"), dict):
+        return "the model reads text only"
+    if not max_images(options):
+        return "limit_mm_per_prompt allows none"
+    others = {
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "enable_expert_parallel": options.enable_expert_parallel,
+        "enable_lora": options.enable_lora,
+        "speculative_config": options.speculative_config is not None or options.drafts is not None,
+        "enable_prompt_embeds": options.enable_prompt_embeds,
+        "kv_transfer_config": options.kv_transfer_config is not None,
+        "cpu_offload_gb": options.cpu_offload_gb > 0,
+        "quantization": options.quantization is not None or info.quantization is not None,
+        "enable_sleep_mode": options.enable_sleep_mode,
+        "a pooling task": options.task not in ("auto", "generate"),
+    }
+    if found := [name for name, is_set in others.items() if is_set]:
+        return f"images do not run with {found[0]} yet"
+    if not options.enable_chunked_prefill:
+        return "images need chunked prefill, and enable_chunked_prefill is off"
+    try:
+        images = image_info(options, located)
+        if images is None:
+            return "the model reads text only"
+        rule = images.prompt
+        is_plain = (
+            rule is not None and rule.placeholder == rule.token and not (rule.start or rule.end or rule.row_break)
+        )
+        if not isinstance(images.size, SmartSize) or images.attention != "causal" or not is_plain:
+            return f"of the family {images.family} the text part runs"
+        find_tower(info, images)
+    except UnsupportedModel as error:
+        return str(error)
+    except BadCheckpoint as error:
+        log.warning("%s; only the text part is loaded", error)
+        return str(error)
+    return ""
+
+
+def max_images(options: Options) -> int:
+    """Of a prompt."""
+    limits = override_fields("limit_mm_per_prompt", options.limit_mm_per_prompt)
+    unknown = sorted(limits.keys() - {"image", "video", "audio"})
+    found = limits.get("image", MAX_IMAGES)
+    if isinstance(found, dict):
+        found = found.get("count", MAX_IMAGES)
+    if unknown or isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise InvalidOption(f'limit_mm_per_prompt is {dict(limits)!r:.100}; give the number of images, {{"image": 4}}')
+    return found
+
+
+def image_config(info: ModelInfo, images: ImageInfo, *, on_cpu: bool) -> ImageConfig:
+    """At any length: see `ImageConfig.fitted`."""
+    shape, _ = find_tower(info, images)
+    assert isinstance(images.size, SmartSize), "other sizes are refused"
+    return ImageConfig(
+        num_slots=0,
+        slot_rows=SLOT_ROWS,
+        row_size=shape.num_levels * shape.output_size,
+        step_patches=0,
+        max_patches=images.size.most // images.patch**2,
+        patch_bytes=3 * images.patch**2,
+        patch_values=shape.patch.num_values,
+        hidden_size=shape.hidden_size,
+        sizes=shape.sizes(on_cpu),
+        patches_per_token=images.merge**2,
+        has_parts=images.mrope,
+    )
 
 
 # Checks that a model can take the embeddings of a prompt instead of its token ids.

@@ -11,6 +11,7 @@ import msgspec
 from slipstream.base.errors import InvalidAdapter, ModelError
 from slipstream.checkpoint.generation import GenerationDefaults, ReasoningConfig, read_reasoning_config
 from slipstream.checkpoint.gguf_file import GgufFile
+from slipstream.checkpoint.image_info import ImageInfo
 from slipstream.checkpoint.locate import locate_tokenizer, part_paths, stored_shapes, weight_paths
 from slipstream.checkpoint.pooling_info import PoolingInfo
 from slipstream.config.adapter_config import read_lora_modules
@@ -94,6 +95,11 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     embed_size: int = 0  # values of an embedding in prompt_embeds; 0: prompts are texts or token ids
     logprobs_mode: str = "raw_logprobs"  # the values that logprobs of generated tokens have
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
+    images: ImageInfo | None = None  # how the model sees images; None: prompts have none
+    why_no_images: str = "the model reads text only"
+    max_images: int = 0  # of a prompt
+    media_domains: tuple[str, ...] = ()  # from which images are fetched; "*": all
+    media_folder: str = ""  # whose files may be images; "": none
 
     @property
     def generates(self) -> bool:
@@ -115,7 +121,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return f"Please reduce the length of the prompt or set truncate_prompt_tokens{raise_it}"
 
     @classmethod
-    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelDescription:
+    def of(
+        cls, options: Options, config: EngineConfig, defaults: GenerationDefaults, image_limit: int | str
+    ) -> ModelDescription:
+        """`image_limit`: images of a prompt, or why it has none."""
         info = config.model.info
         tokenizer = config.model.path
         if options.tokenizer is not None or options.tokenizer_revision is not None:
@@ -145,6 +154,11 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             logprobs_mode=config.model.logprobs_mode,
             max_lora_rank=0 if config.adapters is None else config.adapters.max_lora_rank,
             adapters=read_lora_modules(options.lora_modules),
+            images=config.model.images,
+            why_no_images=image_limit if isinstance(image_limit, str) else "",
+            max_images=0 if isinstance(image_limit, str) else image_limit,
+            media_domains=tuple(options.allowed_media_domains or ()),
+            media_folder=options.allowed_local_media_path,
             reasoning_config=read_reasoning_config(options.reasoning_config),
         )
 

@@ -126,9 +126,9 @@ class AsyncEngine(RequestRouter):
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         self.check()
-        text = self.model(model, "generate").inputs.render_chat(messages, **template)
+        prompt = self.model(model, "generate").inputs.render_chat_prompt(messages, **template)
         how: dict[str, Any] = {"lora_request": lora_request, "add_special_tokens": False}
-        async with self._stream(text, sampling_params, request_id, model, caller, **how) as stream:
+        async with self._stream(prompt, sampling_params, request_id, model, caller, **how) as stream:
             async for (state,) in stream:
                 if (result := state.next_result()) is not None:
                     yield result
@@ -172,6 +172,8 @@ class AsyncEngine(RequestRouter):
             raise in_use(name)
         self._preparing[name] = False
         try:
+            special = how.get("add_special_tokens", True)
+            prompt = await served.inputs.images.load(prompt, add_special_tokens=special, caller=caller)
             prepared = await off_loop(size_of(prompt), partial(served.inputs.prepare, own, prompt, params, **how))
         finally:
             aborted = self._preparing.pop(name)

@@ -16,6 +16,7 @@ from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt, 
 from slipstream.checkpoint.generation import ReasoningConfig
 from slipstream.contracts.messages import Submit
 from slipstream.engine.model_description import ModelDescription
+from slipstream.front.images import FIELD, ImagePrompts, LoadedImages, has_images
 from slipstream.front.param_checks import ParamChecks, embedded_submit, has_embeds, has_few_logprobs
 from slipstream.params.lora import LoRARequest
 from slipstream.params.sampling import SamplingParams
@@ -37,7 +38,7 @@ _RESERVED = {
     "template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens", "controls",
 }  # fmt: skip
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "cache_salt")
 _MAX_ADDED = 16  # upper bound of the special tokens that a tokenizer adds to a text
 
 
@@ -46,6 +47,7 @@ class InputProcessor:
         self.description = description
         self.tokenizer = tokenizer
         self.checks = ParamChecks(description, tokenizer)
+        self.images = ImagePrompts(description)
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
         self.reasoning_parser: str | None = None  # name, by FrontEndArgs or a server; None: by the chat template
@@ -105,8 +107,23 @@ class InputProcessor:
         if lora_request is not None:
             message = msgspec.structs.replace(message, lora=self.description.check_adapter(lora_request))
         if isinstance(prompt, Mapping) and has_embeds(prompt):
+            if has_images(prompt):
+                raise InvalidPrompt("prompt_embeds and multi_modal_data are both given; remove one", param=FIELD)
             return embedded_submit(message, prompt, self.description), text
+        if isinstance(prompt, Mapping) and has_images(prompt):
+            return self._with_images(message, prompt[FIELD], text, ids), text and plain(text)
         return (message if ids is None else self.complete(message, ids)), text
+
+    def _with_images(self, message: Submit, loaded: object, text: str | None, ids: list[int] | None) -> Submit:
+        """Returns the message with its images and token ids."""
+        self.images.check_takes_images()
+        assert isinstance(message.params, SamplingParams)
+        if ids is None:
+            self.check_length(text or "")
+            special = isinstance(loaded, LoadedImages) and loaded.add_special_tokens
+            ids = self.encode([text or ""], special)[0]
+        ids, images = self.images.expand(loaded, ids, message.params)
+        return msgspec.structs.replace(self.complete(message, ids), images=images)
 
     def to_tokenise(self, message: Submit, text: str) -> str:
         """Returns the part of a text that must be tokenised: its end, where truncate_prompt_tokens cuts it, else all.
@@ -194,6 +211,12 @@ class InputProcessor:
         """Returns the prompt text of a conversation, for a model that generates. `how`: see `render_messages`."""
         self._check_generates()
         return self.render_messages(messages, **how)
+
+    def render_chat_prompt(self, messages: Sequence[Message], **how: Any) -> Prompt:
+        """As `render_chat`, for messages that may have images: then the prompt has them too."""
+        messages, images = self.images.take_parts(messages)
+        text = self.render_chat(messages, **how)
+        return {"prompt": text, FIELD: {"image": images}} if images else text
 
     def render_messages(
         self,

@@ -284,6 +284,8 @@ class RequestRouter(CoreState):
     async def close(self) -> None:
         self.stop_opening()
         await self.client.close()
+        for model in self.models.values():
+            model.inputs.images.close()
         self.fail(EngineClosed("the engine was closed"))
 
     # Messages of the core

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 
-from slipstream.base.errors import InvalidImage, InvalidOption
+from slipstream.base.errors import InvalidImage
 from slipstream.base.host import num_cpus
 from slipstream.base.processes import LimitedChild
 from slipstream.base.turns import FairThreads
@@ -219,17 +219,6 @@ class ImageLoader:
                 f"an image is {type(source).__name__}; give a URL, bytes of a file, a picture of Pillow or an array"
             )
         return to_rgb(source.copy(), self.rules.max_pixels, self.rules.background)
-
-
-def open_images(info: ImageInfo, rules: MediaRules, threads: int | None = None) -> ImageLoader:
-    """Raises InvalidOption if Pillow is not installed."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise InvalidOption(
-            "images need Pillow, which is not installed; install slipstream[images], or set limit_mm_per_prompt to 0"
-        ) from None
-    return ImageLoader(info, rules, threads)
 
 
 def _encoded_part(url: str, max_bytes: int) -> bytes:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.base.errors import InvalidPrompt
 from slipstream.checkpoint.image_info import ImageInfo, PromptRule
 from slipstream.contracts.images import Grid, ImageSpan
-from slipstream.images.pixels import PreparedImage
+
+if TYPE_CHECKING:  # Pillow is optional
+    from slipstream.images.pixels import PreparedImage
 
 
 class SpelledImage(msgspec.Struct, frozen=True):

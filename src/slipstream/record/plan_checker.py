@@ -69,6 +69,7 @@ class PlanChecker:
         self._queries: set[int] = set()  # stored by steps of the recording
         self._num_slots = 0 if config.adapters is None else config.adapters.max_loras
         self._slots = {each.slot for each in adapters}  # with a LoRA adapter
+        self._image_rows: set[int] = set()  # of the arena of images, encoded by steps of the recording
         self.rows: dict[int, _CheckedRow] = {
             each.row: _CheckedRow(each, len(self._windows), is_complete=False) for each in before
         }
@@ -86,6 +87,7 @@ class PlanChecker:
         if self._is_encoder:
             return self._run_encoder(plan)
         self._release_and_admit(plan)
+        self._check_images(plan)
         self._update_pages(plan)
         self._restore(plan)
         starts = self._write(plan)
@@ -112,6 +114,18 @@ class PlanChecker:
         slots = NO_INTS if plan.adapters.slots is None else plan.adapters.slots
         for row, slot in zip(plan.rows.tolist(), slots.tolist(), strict=False):
             self._need(slot < 0 or slot in self._slots, f"row {row} reads slot {slot}, which has no adapter")
+
+    def _check_images(self, plan: StepPlan) -> None:
+        """A row that reads an image of an earlier step than the first is not complete."""
+        if plan.images is None:
+            return
+        for encoding in plan.images.encodings:
+            self._image_rows.update(encoding.rows.tolist())
+        owners = np.repeat(plan.rows, plan.num_tokens)[plan.images.indices]
+        for row, image_row in zip(owners.tolist(), plan.images.rows.tolist(), strict=True):
+            if image_row not in self._image_rows:
+                self._need(not self._is_from_start, f"row {row} reads an image that no step has encoded")
+                self.rows[row].is_complete = False
 
     def _run_encoder(self, plan: StepPlan) -> set[int]:
         self._need(bool((plan.num_host_tokens == plan.num_tokens).all()), "an encoder's prompt is not whole")

@@ -29,6 +29,8 @@ from slipstream.contracts.step import (
     DrawBias,
     DrawEdits,
     Floats,
+    ImageEncoding,
+    ImagePlan,
     Ints,
     PoolAdmission,
     SitOut,
@@ -162,6 +164,7 @@ def _redacted_step(step: StepRecord) -> StepRecord:
         embeds=None
         if plan.embeds is None
         else replace(plan.embeds, values=tuple(map(np.zeros_like, plan.embeds.values))),
+        images=None if plan.images is None else replace(plan.images, encodings=_redacted_images(plan.images)),
         scores=None if plan.scores is None else replace(plan.scores, tokens=np.zeros_like(plan.scores.tokens)),
     )
     if late is not None:
@@ -171,6 +174,10 @@ def _redacted_step(step: StepRecord) -> StepRecord:
         late = LateRecord(late.rows, np.full_like(late.bits, -1), None, late.num_edits, late.offsets, sit_out)
     tokens = None if step.tokens is None else np.zeros_like(step.tokens)
     return msgspec.structs.replace(step, plan=plan, late=late, tokens=tokens, pooled=None)
+
+
+def _redacted_images(images: ImagePlan) -> tuple[ImageEncoding, ...]:
+    return tuple(replace(each, patches=np.zeros_like(each.patches)) for each in images.encodings)
 
 
 def _redacted_admission(admission: Admission) -> Admission:

@@ -180,6 +180,8 @@ def _size(plan: StepPlan) -> int:
     size = 1024 + _PER_ROW * len(plan.rows) + plan.tokens.nbytes
     if plan.embeds is not None:
         size += sum(part.nbytes for part in plan.embeds.values)
+    if plan.images is not None:
+        size += sum(each.patches.nbytes for each in plan.images.encodings)
     for admission in plan.admitted:
         size += 512 + (0 if admission.history is None else admission.history.nbytes)
     return size

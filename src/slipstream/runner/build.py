@@ -32,6 +32,7 @@ from slipstream.runner.drafter import Drafter, NgramDrafter
 from slipstream.runner.features import StepFeature
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool
+from slipstream.runner.image_rows import ImageRows
 from slipstream.runner.input_batch import BatchInputs, EmbedUploads, InputBatch, RopeRows
 from slipstream.runner.lora_store import AdapterStore
 from slipstream.runner.model_drafter import build_drafter, open_draft_model, scratch_pages
@@ -229,6 +230,10 @@ def assemble(
             features.append(RopeRows(num_rows, scheduler.max_model_len, device))
         features += [] if history is None else [history]
         features += [EmbedUploads()] if scheduler.prompt_embeds else []
+        if config.images is not None and model.tower is not None:
+            head_dim = model.tower.shape.attention.head_dim
+            attention = choose_attention(device.torch_device, (), dtype, (head_dim,), config.model.deterministic)
+            features.append(ImageRows(config.images, model.tower, attention, num_rows, dtype, device))
         if config.model.generates:
             sampler = Sampler(
                 num_rows,

@@ -34,15 +34,24 @@ untagged("text")]`."""
 Content = str | list[str | Part]
 
 
-def read_content(given: Any, path: str) -> str | list[Part] | None:
+class ImageMark:
+    """The position of an image among the parts of a message, where the front end has taken the image."""
+
+
+def read_content(given: Any, path: str) -> str | list[Part | ImageMark] | None:
     """The content of a message, checked: a text, or parts, where a string is a text. `path`: its place, for errors."""
     if given is None or isinstance(given, str):
         return given
+    marks = {}
+    if isinstance(given, list):
+        marks = {number: part for number, part in enumerate(given) if isinstance(part, ImageMark)}
+        given = ["" if number in marks else part for number, part in enumerate(given)] if marks else given
     try:
         parts = convert(Content, given, path)
     except Mismatch as error:
         raise InvalidPrompt(str(error), param=error.path, code=error.code) from None
-    return [TextPart(part) if isinstance(part, str) else part for part in parts]
+    read = [TextPart(part) if isinstance(part, str) else part for part in parts]
+    return [marks.get(number, part) for number, part in enumerate(read)] if marks else read
 
 
 class NotedMessage(dict[str, Any]):

@@ -19,6 +19,7 @@ from slipstream.base.processes import LimitedChild, LimitPassed
 from slipstream.params.values import MAX_DEPTH, is_deep
 from slipstream.text.chat_fields import (
     IS_TEXT,
+    ImageMark,
     Parts,
     check_tool_calls,
     knows_calls,
@@ -152,8 +153,14 @@ def _content(given: Any, path: str) -> str | Parts | None:
     parts = read_content(given, path)
     if not isinstance(parts, list):
         return parts
-    texts = [part.text for part in parts]
-    return "".join(texts) if len(texts) < 2 else Parts({"type": "text", "text": text} for text in texts)
+    if any(isinstance(part, ImageMark) for part in parts):
+        return Parts({"type": "image"} if isinstance(part, ImageMark) else _text_part(part.text) for part in parts)
+    texts = [part.text for part in parts if not isinstance(part, ImageMark)]
+    return "".join(texts) if len(texts) < 2 else Parts(map(_text_part, texts))
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _render_conversation(template: str, variables: Mapping[str, Any], continue_final_message: bool) -> str:
@@ -205,7 +212,7 @@ def _render_parts(template: str, variables: Mapping[str, Any]) -> str | None:
         text = _rendered(template, variables)
     except InvalidPrompt:
         return None
-    return text if all(part["text"].strip() in text for part in parts) else None
+    return text if all(part.get("text", "").strip() in text for part in parts) else None
 
 
 def _has_parts(message: Mapping[str, Any]) -> bool:
@@ -216,6 +223,8 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     """Returns the message with its content as one text."""
     if not _has_parts(message):
         return message
+    if any(part["type"] == "image" for part in message["content"]):
+        raise InvalidPrompt(f"the chat template cannot show messages with images; {HINT}")
     return message | {"content": " ".join(part["text"] for part in message["content"])}
 
 
@@ -243,7 +252,7 @@ def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    if _has_parts(message):
+    if _has_parts(message) and "text" in message["content"][-1]:
         message["content"][-1]["text"] += _MARK
     elif isinstance(message.get("content"), str):
         message["content"] += _MARK

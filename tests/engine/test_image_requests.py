@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from pathlib import Path
@@ -14,7 +15,7 @@ import transformers
 from causal_oracle import exact_math, norm_in_float64
 from delayed_device import DelayedDevice
 from law7_engine import assert_same, logprobs, preempt_after
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.base.errors import InvalidOption, InvalidParams, InvalidPrompt, UserError
 from slipstream.checkpoint.image_info import ImageInfo, read_image_info
 from slipstream.record.record_file import decode
@@ -248,3 +249,24 @@ def test_a_recording_with_images_can_be_replayed(model: Path) -> None:
         late = decode(llm.core.recorder.take().encode(), "late")
         outcome = replay(late)
         assert outcome.fault is None and not any(step.plan.images.encodings for step in late.steps if step.plan.images)
+
+
+def test_an_asynchronous_engine_takes_images_and_texts_together(model: Path, wanted: Any) -> None:
+    async def run() -> list[Any]:
+        options = {"num_pages": 400, "page_size": 8, "max_model_len": 400, "depth": 1, "max_num_batched_tokens": 64}
+        engine = AsyncEngine(str(model), device="cpu", dtype="float64", chat_template=TEMPLATE, **options)
+
+        async def last(stream: Any) -> Any:
+            return [result async for result in stream][-1]
+
+        try:
+            found = await asyncio.gather(*(last(engine.generate(prompt, GREEDY)) for prompt in PROMPTS))
+            with pytest.raises(UserError, match="the prompt has 2 tokens of images"):
+                await last(engine.generate(PROMPTS[0] | {"prompt": MARK * 2}, GREEDY))
+            parts = [{"type": "image_pil", "image_pil": picture(*SIZES[0], 0)}, {"type": "text", "text": "and"}]
+            assert (await last(engine.chat([{"role": "user", "content": parts}], GREEDY))).outputs[0].token_ids
+            return found
+        finally:
+            await engine.close()
+
+    assert_same(asyncio.run(run()), wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.device.streams import execute_in_parallel
+from slipstream.device.streams import execute_in_parallel, new_stream
 
 
 def test_results_come_in_order():
@@ -21,6 +21,24 @@ def test_results_come_in_order():
 def test_an_error_of_one_is_the_callers():
     with pytest.raises(ZeroDivisionError):
         execute_in_parallel(lambda: 1, lambda: 1 // 0)
+
+
+def test_streams_that_are_held_are_not_lent_again(monkeypatch):
+    class Lent:
+        """As torch's: one of 32, in turn."""
+
+        made = 0
+
+        def __init__(self, device=None):
+            self.cuda_stream, Lent.made = Lent.made % 32, Lent.made + 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", Lent)
+    held = [new_stream()]
+    for _ in range(31):
+        new_stream()
+    held += [new_stream() for _ in range(31)]
+    assert len({stream.cuda_stream for stream in held}) == 32
+    assert new_stream().cuda_stream in range(32), "all are held: one is shared"
 
 
 def slow(x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from slipstream.config.memory import Machine
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.device.memory_pool import HostRegion, MemoryPool
 from slipstream.device.peer_memory import CudaExport, CudaPeer, ExportedMemory, PeerMemory
-from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
+from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream, new_stream
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
@@ -192,14 +192,14 @@ class CudaDevice(Device):
         self.num_threads = 1
         self.can_pin = _pinning_works()
         torch.set_grad_enabled(False)
-        self.compute: CudaStream = CudaStream(torch.cuda.Stream())
-        self.copy: CudaStream = CudaStream(torch.cuda.Stream())
+        self.compute: CudaStream = CudaStream(new_stream())
+        self.copy: CudaStream = CudaStream(new_stream())
         self._opened: list[CudaStream] = []
         self._registered: list[torch.Tensor] = []
         self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at the same time
 
     def open_stream(self) -> Stream:
-        stream = CudaStream(torch.cuda.Stream())
+        stream = CudaStream(new_stream())
         self._opened.append(stream)
         return stream
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from slipstream.base.errors import NotEnoughMemory
-from slipstream.device.streams import CudaStream, Event
+from slipstream.device.streams import CudaStream, Event, new_stream
 
 
 class ByteCopy(NamedTuple):
@@ -98,7 +98,7 @@ class CudaPeer:
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         self._address: int = address.value
         weakref.finalize(self, _close, self._index, self._address).atexit = False
-        self._stream = CudaStream(torch.cuda.Stream(device))
+        self._stream = CudaStream(new_stream(device))
 
     def copy(self, pieces: Sequence[ByteCopy], target: torch.Tensor) -> Event:
         _enter(self._index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ DeviceWork = Callable[[], None]
 
 _POLL_SECONDS = 0.003  # longest wait in which the host polls
 _MIN_POLL_CPUS = 8
+_NUM_LENT = 32  # streams of torch's pool
 
 
 class Event(Protocol):
@@ -331,11 +333,27 @@ def execute_in_parallel(first: Callable[[], T], *others: Callable[[], Any]) -> t
             current.wait_stream(stream)
 
 
+def new_stream(device: int | torch.device | None = None) -> torch.cuda.Stream:
+    """A stream that nothing else of this process holds, as long as there is one.
+
+    torch lends 32 in turn: in a process with many engines two of them, or two sides of one step, would get the same, and
+    what should overlap would run in order.
+    """
+    held = {stream.cuda_stream for stream in _held}
+    for _ in range(_NUM_LENT):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in held:
+            break
+    _held.add(stream)
+    return stream
+
+
 def _side_stream(device: int, number: int) -> torch.cuda.Stream:
     key = (device, number)
     if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)
+        _streams[key] = new_stream(device)
     return _streams[key]
 
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_held: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from slipstream.base.errors import InvalidOption
+from slipstream.device.streams import new_stream
 from slipstream.device.sync_check import sync_allowed
 
 _ALIGN = 256  # bytes
@@ -63,7 +64,7 @@ class OffloadedLayers:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         for layer, host in zip(self._offloaded, self._hosts, strict=True):
             _bind(layer, _seen_by(device, host))
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = new_stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
             weakref.finalize(self, _unpin, self._hosts)
 

@@ -9,8 +9,9 @@ import pytest
 
 from slipstream.base.errors import InvalidOption
 from slipstream.checkpoint import locate
-from slipstream.config.options import Options
+from slipstream.config.options import Options, make_options
 from slipstream.serve.cli import serve
+from slipstream.serve.http.launch import without_images
 from slipstream.serve.http.server.settings import ServerSettings
 
 
@@ -270,6 +271,23 @@ def test_keys_from_the_environment(told, monkeypatch):
 )
 def test_a_mistake_is_one_line_before_anything_starts(told, argv, words):
     assert words in told(*argv)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"limit_mm_per_prompt": {"image": 1}},
+        {"limit_mm_per_prompt": '{"image": 2}'},
+        {"mm_processor_kwargs": {"max_pixels": 784}},
+        {"allowed_media_domains": ["*"]},
+        {"allowed_local_media_path": "/"},
+    ],
+)
+def test_options_of_images_are_refused_by_a_server_and_no_tower_is_loaded(given):
+    with pytest.raises(InvalidOption, match=f"{next(iter(given))} is for images"):
+        without_images(make_options(model="m", **given))
+    for limit in (None, {"image": 0}, '{"image": 0}'):
+        assert without_images(make_options(model="m", limit_mm_per_prompt=limit)).limit_mm_per_prompt == {"image": 0}
 
 
 def test_every_bound_has_a_least_value():

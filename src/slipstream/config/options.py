@@ -171,7 +171,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | str | None,
-        doc('images per prompt, as JSON: {"image": 4}; 0 loads the text part only. Default: 16'),
+        doc('images per prompt, not in servers yet, as JSON: {"image": 4}; 0 loads the text part only. Default: 16'),
     ] = None
     mm_processor_kwargs: Annotated[
         dict[str, Any] | str | None,

@@ -8,8 +8,11 @@ import signal
 import socket
 from functools import partial
 
+import msgspec
+
 from slipstream.base.errors import EngineDead, InvalidOption, UserError
 from slipstream.base.log import pass_on_log
+from slipstream.checkpoint.generation import override_fields
 from slipstream.config.options import Options
 from slipstream.serve.http.server.listen import PortClaim, UnixClaim, claim, raise_file_limit
 from slipstream.serve.http.server.settings import ServerSettings
@@ -21,6 +24,8 @@ from slipstream.transport.sockets import SocketClient
 status = logging.getLogger("slipstream.status")
 
 _CORE_SECONDS = 30.0  # for the core to exit after its front ends
+_LIMIT = "limit_mm_per_prompt"
+_OF_IMAGES = ("mm_processor_kwargs", "allowed_media_domains", "allowed_local_media_path")
 
 
 def launch(settings: ServerSettings, options: list[Options]) -> None:
@@ -28,6 +33,7 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
     cause of a failure."""
     if has_recorded():
         return
+    options = [without_images(each) for each in options]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes of children would be lost
     raise_file_limit()
     pass_on_log(settings.log_level, settings.log_format)
@@ -37,6 +43,18 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
     finally:
         ignore_signals()
         claimed.close()
+
+
+def without_images(options: Options) -> Options:
+    """No HTTP API takes images yet, so a tower and its rows would take memory from texts."""
+    given = [name for name in _OF_IMAGES if getattr(options, name)]
+    if any(override_fields(_LIMIT, options.limit_mm_per_prompt).values()):
+        given.append(_LIMIT)
+    if given:
+        raise InvalidOption(
+            f"{given[0]} is for images, which the server does not take yet; leave it out, or use LLM or AsyncEngine"
+        )
+    return msgspec.structs.replace(options, limit_mm_per_prompt={"image": 0})
 
 
 def launch_proxy(settings: ServerSettings) -> None:

@@ -20,7 +20,8 @@ from slipstream.engine.lanes import Lanes
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 
-SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=3, use_tqdm_on_load=False)
+# room for the prompt of a decision, in bytes
+SMALL = dict(max_model_len=128, num_pages=64, page_size=4, max_num_seqs=4, num_threads=3, use_tqdm_on_load=False)
 FOUR = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
 PROMPT = list(range(5, 22))
 
@@ -31,7 +32,11 @@ def models(tmp_path_factory):
     write_tiny(root / "chat", "llama")
     write_modules(write_tiny_encoder(root / "embed"), "mean")
     write_tiny_encoder(root / "score", task="ForSequenceClassification", num_labels=1)
-    options = {"chat": {"record_steps": 8}, "embed": {"task": "embed"}, "score": {"task": "classify"}}
+    options = {
+        "chat": {"record_steps": 8},
+        "embed": {"task": "embed"},
+        "score": {"task": "classify"},
+    }
     return {name: {"model": str(root / name), "enable_sleep_mode": True, **each} for name, each in options.items()}
 
 
@@ -135,6 +140,7 @@ CALLS = {
     "stream_chat": lambda llm, tmp: generated(list(llm.stream_chat(MESSAGES, FOUR))[-1:]),
     "beam_search": lambda llm, tmp: llm.beam_search([PROMPT], BeamSearchParams(2, 3))[0].sequences[0].tokens,
     "llm_engine": lambda llm, tmp: stepped(llm),
+    "decide": lambda llm, tmp: llm.decide("a", [{"type": "predicate", "instructions": "b"}]),
     "encode": lambda llm, tmp: llm.encode([PROMPT], model="embed", pooling_task="embed")[0].outputs.data.tolist(),
     "embed": lambda llm, tmp: llm.embed([PROMPT], use_tqdm=False)[0].outputs.embedding,
     "classify": lambda llm, tmp: llm.classify([PROMPT], use_tqdm=False)[0].outputs.probs,

@@ -298,7 +298,7 @@ def test_arguments_of_vllm_that_ask_for_something_are_refused(llm):
         llm.generate("Hello", TEN, mm_processor_kwargs={"crops": 4})
     with pytest.raises(TypeError, match="lora_requst"):
         llm.generate("Hello", TEN, lora_requst=None)
-    with pytest.raises(InvalidPrompt, match="multi_modal_data"):
+    with pytest.raises(InvalidPrompt, match="takes no images: the model reads text only"):
         llm.generate({"prompt": "Hello", "multi_modal_data": {"image": 1}}, TEN)
     prompt = TokensPrompt(prompt_token_ids=wanted.prompt_token_ids)
     assert llm.generate([prompt, TextPrompt(prompt="Hello")], TEN)[1].outputs == wanted.outputs

@@ -86,8 +86,8 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
             return [engine.inputs.prepare(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
 
         core = first_core(engine)
-        take_in = core._submit
-        core._submit = lambda message: take_in(message) if core.scheduler.num_waiting < 2 else 1 / 0
+        take_in = core._requests
+        core._requests = lambda message: take_in(message) if core.scheduler.num_waiting < 2 else 1 / 0
         with engine.read(submits(3)) as reading:
             with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                 await reading.wait()
@@ -117,7 +117,7 @@ def test_a_refusal_reaches_the_reader_of_many_though_one_was_aborted(folder):
 
 def test_an_internal_error_is_logged(folder, caplog):
     async def scenario(engine):
-        first_core(engine)._submit = lambda message: 1 / 0
+        first_core(engine)._requests = lambda message: 1 / 0
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             await last(engine.generate([1, 2], PARAMS))
 

@@ -18,6 +18,8 @@ from slipstream.contracts.step import (
     DrawBias,
     DrawEdits,
     EmbedPlan,
+    ImageEncoding,
+    ImagePlan,
     LogitsEdit,
     PageUpdates,
     PoolAdmission,
@@ -98,6 +100,9 @@ def test_a_plan_with_every_part():
         adapters=AdapterPlan(ints(0, -1), (AdapterLoad(0, 3, "sql", "/sql", b"digest"),)),
         joint_sizes=StepSizes(4, 2, False, True, True),
         embeds=EmbedPlan(ints(1, 2), (np.array([[0.5], [2.0]], np.float32),)),
+        images=ImagePlan(
+            (ImageEncoding(np.array([[7, 255]], np.uint8), ((1, 1, 1),), ints(4)),), ints(0), ints(4), ints(0), ints(3)
+        ),
         tier=TierPlan(ints(0, 3, 1).reshape(1, 3), NO_INTS.reshape(0, 3)),
         catch_up=ints(1, 0, 2).reshape(1, 3),
     )

@@ -39,7 +39,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def door(runner, tmp_path_factory):
-    with fuzzed_door(runner, tmp_path_factory.mktemp("tokenizer")) as door:
+    with fuzzed_door(runner, tmp_path_factory.mktemp("tokenizer"), max_model_len=256) as door:
         yield door
 
 

@@ -25,15 +25,17 @@ def test_a_post_that_offers_http2_keeps_its_body(folder, caplog, size, chunked):
         lines = lines.replace(b"content-length: %d" % len(BODY), b"transfer-encoding: chunked")
         request = lines + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     plain = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    data = request + request + plain
 
     async def scenario(door):
         async with served(door) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for start in range(0, len(data), size):
-                writer.write(data[start : start + size])
-                await asyncio.sleep(0)
-            first, second, third = [await answer(reader) for _ in range(3)]
+            answers = []
+            for data in (request, request, plain):
+                for start in range(0, len(data), size):
+                    writer.write(data[start : start + size])
+                    await asyncio.sleep(0)
+                answers.append(await answer(reader))
+            first, second, third = answers
             assert [first[0], second[0], third[0]] == [200, 200, 200]
             assert "choices" in first[2] and "choices" in second[2] and third[2]["status"] == "ok"
             writer.close()

@@ -336,8 +336,8 @@ def execute_in_parallel(first: Callable[[], T], *others: Callable[[], Any]) -> t
 def new_stream(device: int | torch.device | None = None) -> torch.cuda.Stream:
     """A stream that nothing else of this process holds, as long as there is one.
 
-    torch lends 32 in turn: in a process with many engines two of them, or two sides of one step, would get the same, and
-    what should overlap would run in order.
+    torch lends 32 in turn: in a process with many engines two of them, or two sides of one step, would get the same,
+    and what should overlap would run in order.
     """
     held = {stream.cuda_stream for stream in _held}
     for _ in range(_NUM_LENT):

@@ -125,6 +125,9 @@ def _output_kind(name: str, value: Any) -> Any:
 
 def _repetition(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
+        known = RepetitionDetectionParams.__struct_fields__
+        if unknown := [key for key in value if key not in known]:
+            raise InvalidParams(f"{name} has the field {unknown[0]!r:.100}; give {', '.join(known)}", param=name)
         return RepetitionDetectionParams(**value)
     if value is not None and not isinstance(value, RepetitionDetectionParams):
         raise InvalidParams(f"{name} is {value!r:.100}; give RepetitionDetectionParams, or their fields", param=name)

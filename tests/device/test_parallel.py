@@ -23,7 +23,7 @@ def test_an_error_of_one_is_the_callers():
         execute_in_parallel(lambda: 1, lambda: 1 // 0)
 
 
-def test_streams_that_are_held_are_not_lent_again(monkeypatch):
+def test_streams_in_use_are_not_lent_again(monkeypatch):
     class Lent:
         """As torch's: one of 32, in turn."""
 
@@ -33,12 +33,12 @@ def test_streams_that_are_held_are_not_lent_again(monkeypatch):
             self.cuda_stream, Lent.made = Lent.made % 32, Lent.made + 1
 
     monkeypatch.setattr(torch.cuda, "Stream", Lent)
-    held = [new_stream()]
+    kept = [new_stream()]
     for _ in range(31):
         new_stream()
-    held += [new_stream() for _ in range(31)]
-    assert len({stream.cuda_stream for stream in held}) == 32
-    assert new_stream().cuda_stream in range(32), "all are held: one is shared"
+    kept += [new_stream() for _ in range(31)]
+    assert len({stream.cuda_stream for stream in kept}) == 32
+    assert new_stream().cuda_stream in range(32), "all are in use: one is shared"
 
 
 def slow(x: torch.Tensor) -> torch.Tensor:

@@ -334,17 +334,17 @@ def execute_in_parallel(first: Callable[[], T], *others: Callable[[], Any]) -> t
 
 
 def new_stream(device: int | torch.device | None = None) -> torch.cuda.Stream:
-    """A stream that nothing else of this process holds, as long as there is one.
+    """A stream that nothing else of this process has, as long as there is one.
 
     torch lends 32 in turn: in a process with many engines two of them, or two sides of one step, would get the same,
     and what should overlap would run in order.
     """
-    held = {stream.cuda_stream for stream in _held}
+    taken = {stream.cuda_stream for stream in _lent}
     for _ in range(_NUM_LENT):
         stream = torch.cuda.Stream(device)
-        if stream.cuda_stream not in held:
+        if stream.cuda_stream not in taken:
             break
-    _held.add(stream)
+    _lent.add(stream)
     return stream
 
 
@@ -356,4 +356,4 @@ def _side_stream(device: int, number: int) -> torch.cuda.Stream:
 
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-_held: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+_lent: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
